@@ -90,6 +90,13 @@ class Process:
         self._process.close()
 
 
+def completed(module: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of psd that says little to its end."""
+    with Program(["-m", module, *args], stderr=subprocess.PIPE) as program:
+        output, errors = program.stdout.read(), program.stderr.read()
+        return subprocess.CompletedProcess([module, *args], program.wait(TIMEOUT_S), output, errors)
+
+
 def processes(of_run: str) -> dict[int, str]:
     """Pids and command lines of the living processes that have this PSD_RUN_ID in their environment."""
     wanted = f"PSD_RUN_ID={of_run}".encode()

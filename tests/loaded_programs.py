@@ -2,7 +2,8 @@
 
 A process beside pytest's loads psd, and forks for each program. The fork becomes it: arguments, environment, directory,
 streams. It is killed, suspended and waited for as any process. Only loading is not seen again, so tests of that, of what the
-system shows of a process (arguments, environment, memory), and of other interpreters start theirs anew. For Linux.
+system shows of a process (arguments, environment, memory), and of other interpreters start theirs anew. For programs that need
+torch there is a process that has loaded torch, too. For Linux.
 
 Must not know which program it runs.
 """
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 LOADED = ("psd.cli.server", "psd.rim.server", "psd_client", "psd.cli.run", "psd.cli.psdctl")
+TORCH = ("psd_client.torch", "torch.distributed")
 REQUEST_BYTES_MAX = 1 << 17
 
 
@@ -38,8 +40,9 @@ class Program:
     Args:
         stdout: a file, or a pipe that this class reads.
         stderr: a file, subprocess.PIPE, subprocess.STDOUT, or None for this process's.
-        env: the environment, if not this process's.
+        env: the environment, if not this process's. cwd: its directory, likewise.
         start_new_session: it has one of its own, not that of all programs.
+        has_torch: torch is loaded, too.
     """
 
     def __init__(
@@ -49,14 +52,17 @@ class Program:
         stdout: IO[Any] | int = subprocess.PIPE,
         stderr: IO[Any] | int | None = None,
         env: dict[str, str] | None = None,
+        cwd: Path | None = None,
         start_new_session: bool = False,
+        has_torch: bool = False,
     ) -> None:
-        request = {"command": list(command), "environ": dict(env or os.environ), "cwd": str(Path.cwd())}
+        request = {"command": list(command), "environ": dict(env or os.environ), "cwd": str(cwd or Path.cwd())}
         self._told, telling = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.stdout, output = _stream(stdout)
         self.stderr, errors = _stream(output if stderr == subprocess.STDOUT else 2 if stderr is None else stderr)
         with telling:
-            _Loaded.of_this_process().fork({**request, "new_session": start_new_session}, [output, errors, telling.fileno()])
+            loaded = _Loaded.of_this_process(has_torch=has_torch)
+            loaded.fork({**request, "new_session": start_new_session}, [output, errors, telling.fileno()])
         os.close(output)
         os.close(errors)
         pid, (self._pidfd,), *_ = socket.recv_fds(self._told, 64, 1)
@@ -123,9 +129,9 @@ def _stream(given: IO[Any] | int) -> tuple[IO[str], int]:
     return os.fdopen(reading, encoding="utf-8", errors="backslashreplace"), writing
 
 
-def parent_of_programs() -> int:
+def parent_of_programs(*, has_torch: bool = False) -> int:
     """Process id of the one that forks for this process."""
-    return _Loaded.of_this_process().pid
+    return _Loaded.of_this_process(has_torch=has_torch).pid
 
 
 def _stands_still(task: Path) -> bool:
@@ -133,14 +139,14 @@ def _stands_still(task: Path) -> bool:
 
 
 class _Loaded:
-    """The process that has psd loaded, as the one that asks it for programs sees it."""
+    """A process that has psd loaded, as the one that asks it for programs sees it."""
 
-    _of_this_process: _Loaded | None = None
+    _of_this_process: dict[bool, _Loaded] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_torch: bool) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), *(TORCH if has_torch else ())]
             self._process = subprocess.Popen(
                 command,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},  # or NumPy would start threads, which forks would lack
@@ -152,11 +158,11 @@ class _Loaded:
         atexit.register(self._end)
 
     @classmethod
-    def of_this_process(cls) -> _Loaded:
+    def of_this_process(cls, *, has_torch: bool) -> _Loaded:
         """It is started with the first program."""
-        if cls._of_this_process is None:
-            cls._of_this_process = cls()
-        return cls._of_this_process
+        if has_torch not in cls._of_this_process:
+            cls._of_this_process[has_torch] = cls(has_torch=has_torch)
+        return cls._of_this_process[has_torch]
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """Have it fork; descriptors: standard output, standard error, and where it says the process id, and then the status."""
@@ -225,7 +231,7 @@ def _become(command: list[str], environ: dict[str, str], cwd: str, *, new_sessio
 
 
 if __name__ == "__main__":
-    for name in LOADED:
+    for name in (*LOADED, *sys.argv[2:]):
         import_module(name)
     gc.freeze()
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"

@@ -393,27 +393,29 @@ def test_it_takes_the_only_job_of_this_machine_and_ends_with_it(job: tuple[Job, 
 
 
 @pytest.mark.process
-def test_a_follower_that_is_killed_goes_on_where_it_was(job: tuple[Job, Callable[[int], None]], tmp_path: Path) -> None:
+def test_a_follower_that_is_killed_goes_on_where_it_was(
+    trained: tuple[str, psd_client.ParameterServer], tmp_path: Path
+) -> None:
     """Also while its command runs, which is then not run twice at once."""
-    _, go = job
+    servers, ps = trained
     place, notes = tmp_path / "versions", tmp_path / "notes"
     text = (
         f"import os, threading\nopen({str(notes)!r}, 'a').write('begin ' + os.environ['PSD_VERSION'] + ' ')\n"
         f"while not os.path.exists({str(tmp_path / 'ends')!r}): threading.Event().wait(0.02)\n"
         f"open({str(notes)!r}, 'a').write('end ')"
     )
-    following = again = follow(place, *command(text))
+    following = again = follow(place, "--servers", servers, *command(text))
     try:
         wait_until(lambda: notes.exists() and notes.read_text() == "begin 0 ", "the command is told")
         following.signal(signal.SIGKILL)
-        go(1)
-        again = follow(place, *command(text))
+        ps.push_pull(ONES)
+        again = follow(place, "--servers", servers, *command(text))
         reached(place, 1)
         again.line("what was started for an earlier version still runs; the command waits for its end")
         assert notes.read_text() == "begin 0 "
         (tmp_path / "ends").touch()
         wait_until(lambda: notes.read_text() == "begin 0 end begin 1 end ", "the command is told")
-        go(-1)
+        ps.close()
         assert again.end() == 0
     finally:
         (tmp_path / "ends").touch()
@@ -426,12 +428,11 @@ def test_a_follower_that_is_killed_goes_on_where_it_was(job: tuple[Job, Callable
 @pytest.mark.process
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_and_its_command(
-    job: tuple[Job, Callable[[int], None]], tmp_path: Path, signum: signal.Signals, status: int
+    trained: tuple[str, psd_client.ParameterServer], tmp_path: Path, signum: signal.Signals, status: int
 ) -> None:
-    del job
     place, notes = tmp_path / "versions", tmp_path / "notes"
     text = f"import os, signal; open({str(notes)!r}, 'w').write(str(os.getpid())); signal.pause()"
-    following = follow(place, *command(text))
+    following = follow(place, "--servers", trained[0], *command(text))
     try:
         wait_until(lambda: notes.exists() and bool(notes.read_text()), "the command runs")
         following.signal(signum)
@@ -445,22 +446,22 @@ def test_a_signal_ends_it_and_its_command(
 
 
 @pytest.mark.process
-def test_on_a_full_disk_it_says_so_and_tries_again(job: tuple[Job, Callable[[int], None]], tmp_path: Path) -> None:
+def test_on_a_full_disk_it_says_so_and_tries_again(trained: tuple[str, psd_client.ParameterServer], tmp_path: Path) -> None:
     """Nothing of the version that found no room is seen; when there is room, the newest is written."""
-    _, go = job
+    servers, ps = trained
     place = tmp_path / "versions"
-    following = follow(place, "--names", "w")
+    following = follow(place, "--servers", servers, "--names", "w")
     try:
         reached(place, 0)
         before = resource.prlimit(following.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-        go(1)
+        ps.push_pull(ONES)
         following.line(r"psdctl follow: cannot write .*model\.safetensors: File too large; trying again")
-        go(2)
+        ps.push_pull(ONES)
         assert versions(place) == [0]
         assert not list(place.glob(".version-*"))
         resource.prlimit(following.pid, resource.RLIMIT_FSIZE, before)
         reached(place, 2)
-        go(-1)
+        ps.close()
         assert following.end() == 0
     finally:
         following.close()

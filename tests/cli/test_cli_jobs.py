@@ -30,9 +30,13 @@ with psd_client.connect() as ps:
         ps.push_pull({"w": np.ones(100, np.float32)})
         if ps.clock == 3:
             print("trains", flush=True)
-        threading.Event().wait(0.02)
+        if ps.clock >= 3:
+            threading.Event().wait(0.2)
 """
-"""Trains until it is told to end, at a pace that leaves the machine to others."""
+"""Trains until it is told to end, from its third step at a pace that leaves the machine to others."""
+
+IDLE = "import signal; print('waits', flush=True); signal.pause()"
+"""Never joins."""
 
 DRAWN = "dashboard: (http://127.0.0.1:(\\d+)/)"
 
@@ -307,13 +311,13 @@ def test_what_a_record_says_cannot_control_the_terminal(listed, capsys, monkeypa
 
 @pytest.fixture
 def psd_runs(tmp_path):
-    """psd_runs(options, ...) -> psd-runs that begin at once, one for each list of options, with two workers each."""
+    """psd_runs(options, ...) -> psd-runs that begin at once, one for each list of options."""
     path = tmp_path / "script.py"
     started = []
 
     def begin(*each, script=TRAINING):
         path.write_text(script)
-        jobs = [Job("--workers", "2", *options, str(path)) for options in each]
+        jobs = [Job(*options, str(path)) for options in each]
         started.extend(jobs)
         return jobs
 
@@ -326,6 +330,21 @@ def drawn(job: Process) -> tuple[str, int]:
     """Address and port of a job's dashboard."""
     found = job.line(DRAWN)
     return found[1], int(found[2])
+
+
+def _list_beside_a_suspended_shard(slow, quick, capsys):
+    """It holds up the list of the others no longer than the timeout."""
+    shard = shard_pid(slow.run_id, 0)
+    os.kill(shard, signal.SIGSTOP)
+    try:
+        assert main(["jobs", "--json", "--timeout", "5"]) == 0
+        found = {job["name"]: job for job in json.loads(capsys.readouterr().out)["jobs"]}
+    finally:
+        os.kill(shard, signal.SIGCONT)
+
+    assert found[slow.run_id]["step"] is None
+    assert "DEADLINE_EXCEEDED" in found[slow.run_id]["problems"][0]
+    assert found[quick.run_id]["step"] >= 2
 
 
 @pytest.mark.process
@@ -351,11 +370,13 @@ def test_jobs_at_once_are_told_apart_and_a_killed_one_leaves_no_ghost(psd_runs, 
     assert len(set(servers)) == 3
     for job, (address, _) in zip(jobs, dashboards, strict=True):
         seen = found[job.run_id]
-        assert (seen["dashboard"], seen["pid"], seen["workers"], seen["live"], seen["problems"]) == (address, job.pid, 2, 2, [])
+        assert (seen["dashboard"], seen["pid"], seen["workers"], seen["live"], seen["problems"]) == (address, job.pid, 1, 1, [])
         assert seen["step"] >= 2
         assert seen["servers"][0] in job.output
 
     killed, stopped, drained = jobs
+    _list_beside_a_suspended_shard(stopped, drained, capsys)
+
     killed.signal(signal.SIGKILL)
     killed.end()
     assert listed_jobs(capsys).keys() == {stopped.run_id, drained.run_id}
@@ -376,38 +397,19 @@ def test_jobs_at_once_are_told_apart_and_a_killed_one_leaves_no_ghost(psd_runs, 
 
 
 @pytest.mark.process
-def test_a_suspended_shard_holds_up_the_list_of_the_others_no_longer_than_the_timeout(psd_runs, capsys):
-    slow, quick = psd_runs([], [])
-    for job in (slow, quick):
-        job.wait_until_ready()
-        job.line("trains")
-    shard = shard_pid(slow.run_id, 0)
-    os.kill(shard, signal.SIGSTOP)
-    try:
-        assert main(["jobs", "--json", "--timeout", "5"]) == 0
-        found = {job["name"]: job for job in json.loads(capsys.readouterr().out)["jobs"]}
-    finally:
-        os.kill(shard, signal.SIGCONT)
-
-    assert found[slow.run_id]["step"] is None
-    assert "DEADLINE_EXCEEDED" in found[slow.run_id]["problems"][0]
-    assert found[quick.run_id]["step"] >= 2
-
-
-@pytest.mark.process
 def test_two_jobs_do_not_mix_their_logs(psd_runs, tmp_path):
     """Neither the lines of their processes nor the curves of their workers. The next job may have the directory."""
     logs = str(tmp_path / "logs")
-    (first,) = psd_runs(["--log-dir", logs])
+    (first,) = psd_runs(["--log-dir", logs], script=IDLE)
     first.wait_until_ready()
-    (second,) = psd_runs(["--log-dir", logs])
+    (second,) = psd_runs(["--log-dir", logs], script=IDLE)
 
     assert second.end() == 1
     assert f"error: --log-dir: another psd-run is writing to {logs}; name a directory of this job's own" in second.output
     first.signal(signal.SIGKILL)
     first.end()
 
-    (third,) = psd_runs(["--log-dir", logs])
+    (third,) = psd_runs(["--log-dir", logs], script=IDLE)
     third.wait_until_ready()
     third.signal(signal.SIGINT)
     assert third.end() == 130
@@ -417,11 +419,11 @@ def test_two_jobs_do_not_mix_their_logs(psd_runs, tmp_path):
 def test_a_job_that_cannot_be_recorded_says_so_and_goes_on(psd_runs, directory):
     directory.mkdir()
     directory.chmod(0o755)
-    (job,) = psd_runs([])
+    (job,) = psd_runs([], script=IDLE)
 
     job.line(r"\[psd-run\]  psdctl jobs will not list this job: .* can be opened by other users; chmod 700")
     job.wait_until_ready()
-    job.line("trains")
+    job.line("waits")
     job.signal(signal.SIGINT)
     assert job.end() == 130
 

@@ -34,8 +34,8 @@ HANGING = TRAINING + "    import signal; print('hangs', flush=True); signal.paus
 
 @pytest.fixture
 def train(job: Callable[..., Job], tmp_path: Path) -> Callable[..., Job]:
-    """train(crash point, options): a job of three steps with two shards, which are not started again; without a crash point
-    nobody is killed."""
+    """train(crash point, options): a job of three steps with two shards, which are not started again, if no options say
+    otherwise; without a crash point nobody is killed."""
 
     def begin(point: str, *options: str, script: str = TRAINING, environ: dict[str, str] | None = None) -> Job:
         where = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--state-dir", str(tmp_path / "state"))
@@ -89,11 +89,11 @@ def test_job_when_a_shard_is_killed_once_its_part_is_stored_then_all_is_well(tra
     assert stored(tmp_path) == 3
 
 
-def test_job_when_it_is_told_to_end_and_all_shards_are_killed_for_good_then_the_status_says_so(
+def test_job_when_it_is_told_to_end_and_its_shard_is_killed_for_good_then_the_status_says_so(
     train: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """Its worker hangs, so that the shards store what they hold without it."""
-    killed = train("rename shard-*.json:1", "--grace", "6", script=HANGING)
+    """Its worker hangs, so that the shard stores what it holds without it."""
+    killed = train("rename shard-*.json:1", "--shards", "1", "--grace", "6", script=HANGING)
     killed.line("hangs")
     killed.signal(SIGINT)
 
@@ -101,10 +101,10 @@ def test_job_when_it_is_told_to_end_and_all_shards_are_killed_for_good_then_the_
     assert stored(tmp_path) is None
 
 
-def test_job_when_it_is_told_to_end_and_all_shards_are_killed_once_they_have_stored_it_then_the_status_is_the_signals(
+def test_job_when_it_is_told_to_end_and_its_shard_is_killed_once_it_has_stored_it_then_the_status_is_the_signals(
     train: Callable[..., Job], tmp_path: Path
 ) -> None:
-    done = train("remove shard-*.life.note:1", "--grace", "6", script=HANGING)
+    done = train("remove shard-*.life.note:1", "--shards", "1", "--grace", "6", script=HANGING)
     done.line("hangs")
     done.signal(SIGINT)
 

@@ -34,7 +34,7 @@ else:
 
 def test_job_with_a_publisher_and_readers_then_all_of_them_end(job: Callable[..., Job], tmp_path: Path) -> None:
     """PSD_SERVERS alone says where the store is; the rank that psd-run gives means nothing to it."""
-    run = job(ROLLOUTS, "--shards", "2", "--workers", "3", args=(str(tmp_path),))
+    run = job(ROLLOUTS, "--workers", "3", args=(str(tmp_path),))
     assert run.end() == 0
     assert len(re.findall(r"worker 0\D.*put 3", run.output)) == 1
     assert len(re.findall(r"read 3 \{'step': 3\} \[3\.0\]", run.output)) == 2

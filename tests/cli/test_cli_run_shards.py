@@ -133,11 +133,11 @@ def test_example_when_its_shard_is_killed_while_it_runs_then_it_fits_the_line_al
 
 @pytest.mark.process
 def test_job_when_a_shard_is_killed_before_anybody_has_joined_then_it_starts_again_without_anything(job):
-    run = job(STEADY, "--shards", "2")
+    run = job(STEADY)
     run.line("steady")
 
-    os.kill(run.shard_pid(1), SIGKILL)
-    run.line("shard 1 serves again")
+    os.kill(run.shard_pid(0), SIGKILL)
+    run.line("shard 0 serves again")
     run.signal(SIGINT)
 
     assert run.end() == 128 + SIGINT
@@ -171,12 +171,12 @@ def test_job_when_a_shard_fails_at_its_start_then_its_output_is_shown(start, tmp
 
 @pytest.mark.process
 def test_job_when_a_killed_shards_port_is_taken_then_the_job_stops_after_a_few_tries(job):
-    run = job(STEADY, "--shards", "2")
+    run = job(STEADY)
     run.line("steady")
-    address = re.search(r"shard 1/2 ready at (\S+):(\d+)", run.output)
+    address = re.search(r"shard 0/1 ready at (\S+):(\d+)", run.output)
 
     run.signal(SIGSTOP)
-    os.kill(run.shard_pid(1), SIGKILL)
+    os.kill(run.shard_pid(0), SIGKILL)
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         while True:
@@ -190,13 +190,13 @@ def test_job_when_a_killed_shards_port_is_taken_then_the_job_stops_after_a_few_t
         status = run.end()
 
     assert status == 1
-    assert "shard 1 ended with status 1 before it served again, 3 times in a row; stopping the job" in run.output
+    assert "shard 0 ended with status 1 before it served again, 3 times in a row; stopping the job" in run.output
     run.assert_nothing_left()
 
 
 @pytest.mark.process
 def test_job_when_a_killed_shards_state_is_damaged_then_the_job_stops_and_says_what_is_wrong(job):
-    run = job(JOINED, "--shards", "2")
+    run = job(JOINED)
     run.line("steady")
 
     run.signal(SIGSTOP)
@@ -234,7 +234,7 @@ def test_job_when_a_shard_is_killed_while_it_ends_then_the_last_checkpoint_has_w
 
 @pytest.mark.process
 def test_job_when_it_fails_with_a_state_directory_then_the_next_one_goes_on_with_its_parameters(job, tmp_path):
-    options = ("--shards", "2", "--state-dir", str(tmp_path / "state"))
+    options = ("--state-dir", str(tmp_path / "state"))
 
     failed = job(TRAINING, *options, args=("[]", "3", "5"))
     assert failed.end() == 5

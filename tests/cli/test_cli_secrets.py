@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import completed
 
 from psd.cli import run
 from psd.cli.job import summary
@@ -89,7 +90,7 @@ def test_shard_when_its_store_fails_then_the_secrets_of_its_url_are_not_said():
     url = f"ftp://anna:{SECRET}@127.0.0.1:1/run?sig={QUERY}"
     place = ["--shard", "0/1", "--listen", "127.0.0.1:0", "--checkpoint-dir", url]
 
-    done = subprocess.run([sys.executable, "-m", "psd.cli.server", *place], capture_output=True, text=True, check=False)
+    done = completed("psd.cli.server", *place)
 
     assert done.returncode == 1
     assert "checkpoint directory ftp://127.0.0.1:1/run?***: " in done.stderr
@@ -99,7 +100,7 @@ def test_shard_when_its_store_fails_then_the_secrets_of_its_url_are_not_said():
 @pytest.mark.process
 @pytest.mark.parametrize("module", ["psd.cli.server", "psd.cli.run", "psd.cli.psdctl"])
 def test_command_when_a_url_is_misplaced_then_its_secrets_are_not_repeated(module):
-    done = subprocess.run([sys.executable, "-m", module, "--checkpointdir", URL], capture_output=True, text=True, check=False)
+    done = completed(module, "--checkpointdir", URL)
 
     assert done.returncode == 2
     assert SECRET not in done.stderr + done.stdout
@@ -170,8 +171,7 @@ def test_tokens_when_they_are_taken_and_refused_then_are_in_no_output(start, tmp
 
     said = []
     for name, status in {"known": 0, "unknown": 1}.items():
-        command = [sys.executable, "-m", "psd.cli.psdctl", "status", "--servers", address, "--token-file", str(tmp_path / name)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = completed("psd.cli.psdctl", "status", "--servers", address, "--token-file", str(tmp_path / name))
         assert done.returncode == status, done.stderr
         said += [done.stdout, done.stderr]
     server.signal(signal.SIGTERM)

@@ -1,7 +1,8 @@
 """One pod of the played cluster: a process with the command, the arguments, the environment and the volumes of its manifest.
 
 What is played and not real: paths of volumes, and of the image, are replaced by those of directories here; the pod's network is
-a loopback address of its own, so that 0.0.0.0 becomes that address; names are looked up by in_pod/sitecustomize.py.
+a loopback address of its own, so that 0.0.0.0 becomes that address; names are looked up by in_pod.py; and
+Python is forked from one that has psd loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,13 +20,11 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loaded_programs import Program
 from source_tree import ROOT
 
-COMMANDS = {
-    "python": [sys.executable],
-    "psd-server": [sys.executable, "-m", "psd.cli.server"],
-    "psdctl": [sys.executable, "-m", "psd.cli.psdctl"],
-}
+COMMANDS = {"python": [], "psd-server": ["-m", "psd.cli.server"], "psdctl": ["-m", "psd.cli.psdctl"]}
+IN_POD = str(Path(__file__).with_name("in_pod.py"))
 IMAGE_PATHS = {"/opt/psd": str(ROOT)}
 SHARED = "/mnt/shared"
 """Stands for storage outside of the cluster."""
@@ -39,7 +37,7 @@ class Pod:
 
     Args:
         template: the pod template. name, labels: of this pod. address: its own.
-        volumes: directory of each volume by name. configs: data of a ConfigMap by name. names: see in_pod/sitecustomize.py.
+        volumes: directory of each volume by name. configs: data of a ConfigMap by name. names: see in_pod.py.
 
     Attributes:
         statuses: exit statuses of the container's lives so far. log: where all its output goes. home: its HOME, here.
@@ -81,8 +79,7 @@ class Pod:
     # -- what the kubelet does -----------------------------------------------------------------------------------------
 
     def _of_the_image(self, names: Mapping[str, str]) -> dict[str, str]:
-        path = [str(Path(__file__).parent / "in_pod"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path), "HOME": self._here("/tmp"), **names}
+        return {"PATH": os.environ["PATH"], "HOME": self._here("/tmp"), **names}
 
     def _given(self, configs: Callable[[str], Mapping[str, str]]) -> dict[str, str]:
         environ: dict[str, str] = {}
@@ -104,21 +101,20 @@ class Pod:
         return text.replace("0.0.0.0", self.address)
 
     def command(self, words: list[str]) -> list[str]:
-        """A command as this machine can execute it."""
-        first, *others = [_expanded(self._here(word), self._environ) for word in words]
-        return [*COMMANDS[first], *others]
+        """A command as this machine can execute it. Output is never kept back, so that python -u is python."""
+        first, *others = [_expanded(self._here(word), self._environ) for word in words if word != "-u"]
+        return [IN_POD, *COMMANDS[first], *others]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Program:
         words = self.command([*self.container["command"], *self.container.get("args", [])])
         with self.log.open("ab") as log:
-            return subprocess.Popen(
-                words, env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.log.parent
-            )
+            return Program(words, env=self._environ, stdout=log, stderr=log, cwd=self.log.parent)
 
     def _keep(self) -> None:
         while True:
             self.statuses.append(self._process.wait())
             with self._lock:
+                self._process.close()
                 if self._is_deleted or not self._restarts:
                     break
                 self._process = self._start()
@@ -128,7 +124,8 @@ class Pod:
 
     def signal(self, number: int) -> None:
         """Signal the container's first process, as `kill` in the pod does, or the kernel's lack of memory."""
-        self._process.send_signal(number)
+        with self._lock:
+            self._process.send_signal(number)
 
     def delete(self, grace_s: float | None = None) -> float:
         """End it as the kubelet does: the preStop hook, SIGTERM, and after the grace period SIGKILL. Returns when it has ended;
@@ -140,22 +137,24 @@ class Pod:
             subprocess.run(
                 self.container["lifecycle"]["preStop"]["exec"]["command"], env=self._environ, check=True, timeout=200
             )
-        self._process.send_signal(signal.SIGTERM)
+        self.signal(signal.SIGTERM)
         if not self.ended.wait(self._spec["terminationGracePeriodSeconds"] if grace_s is None else grace_s):
-            self._process.kill()
+            self.signal(signal.SIGKILL)
             assert self.ended.wait(100)
         return time.monotonic() - began
 
     def close(self) -> None:
         with self._lock:
             self._is_deleted = True
-        if self._process.poll() is None:
-            self._process.kill()
+        self.signal(signal.SIGKILL)
         assert self.ended.wait(100)
 
     def execute(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         """Run a command like kubectl exec."""
-        return subprocess.run(self.command(words), env=self._environ, capture_output=True, text=True, check=False, timeout=200)
+        command = self.command(words)
+        with Program(command, env=self._environ, stderr=subprocess.PIPE) as program:
+            output, errors = program.stdout.read(), program.stderr.read()
+            return subprocess.CompletedProcess(command, program.wait(200), output, errors)
 
     def probe(self, kind: str) -> bool:
         """The answer to a probe of the manifest: startupProbe, readinessProbe or livenessProbe."""

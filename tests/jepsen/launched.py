@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from busyness import Busyness
-from course import END_S, START_S, TICK_S
+from course import END_S, START_S
 from outcome import Outcome
 from plan import LIVES, Fault, Plan
 from processes import CHECKPOINTS, HERE, Process, Timeline, last_record
@@ -39,6 +39,8 @@ GONE_S = 20.0
 """From the end of psd-run to the end of all that it has started, also if it was killed."""
 
 RESTARTS = 12
+LOOK_S = 0.1
+"""Between two looks at processes, histories and checkpoints."""
 
 
 class LaunchedTrial:
@@ -164,7 +166,7 @@ class LaunchedTrial:
             self._look_at_lives()
             if time.monotonic() > deadline + seconds * (self._busyness.factor - 1):
                 return False
-            self._pause.wait(TICK_S)
+            self._pause.wait(LOOK_S)
         return True
 
     # -- what is seen from outside -------------------------------------------------------------------------------------

@@ -68,18 +68,20 @@ class Process:
 
     Args:
         command: a program, and its arguments but for the first, which is the process id of its parent.
-        is_new: in an interpreter of its own, not in one that has psd loaded.
+        has_torch: in an interpreter that has torch loaded, too.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline, *, is_new: bool = False
+        self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline, *, has_torch: bool = False
     ) -> None:
         self.name = name
         self._timeline = timeline
         self.is_stopped = False
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PSD_")} | {"OPENBLAS_NUM_THREADS": "1"}
+        program, *arguments = command
+        command = [program, str(parent_of_programs(has_torch=has_torch)), *arguments]
         with out.open("ab") as out_file, log.open("ab") as log_file:
-            self._popen = _begun(command, is_new, stdout=out_file, stderr=log_file, env=environ)
+            self._popen = Program(command, stdout=out_file, stderr=log_file, env=environ, has_torch=has_torch)
         self.pid = self._popen.pid
         timeline.note("start", name=name, pid=self.pid)
 
@@ -119,13 +121,6 @@ class Process:
         if self.status is None:
             self.signal(signal.SIGKILL)
             assert self.wait(60) is not None
-
-
-def _begun(command: Sequence[str], is_new: bool, **how: Any) -> subprocess.Popen[bytes] | Program:
-    program, *arguments = command
-    if is_new:
-        return subprocess.Popen([sys.executable, program, str(os.getpid()), *arguments], stdin=subprocess.DEVNULL, **how)
-    return Program([program, str(parent_of_programs()), *arguments], **how)
 
 
 class ShardActor:
@@ -287,8 +282,8 @@ class WorkerActor:
             options = replace(options, group_rank=rank, history=f"{stem}-rank-{rank}.jsonl")
         command = [str(HERE / "program.py"), options.to_json()]
         stem = Path(options.history).with_suffix("")
-        is_new = options.learning is not None  # torch, which learners load, is for an interpreter of theirs
-        return Process(name, command, stem.with_suffix(".out"), stem.with_suffix(".log"), self._timeline, is_new=is_new)
+        files = stem.with_suffix(".out"), stem.with_suffix(".log")
+        return Process(name, command, *files, self._timeline, has_torch=options.learning is not None)
 
 
 def last_word(options: Options) -> dict[str, Any]:

@@ -7,6 +7,7 @@ makes the sequence of disturbances, though not their exact instants, the same ag
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import random
 import threading
@@ -31,7 +32,6 @@ WITH_CONNECTIONS = ("grpc", "tcp")
 STEPS_BETWEEN_MAX = 3
 AHEAD_MAX = 6
 """Steps that a job may make while what should strike after one of them has not, however fast it is."""
-STEPS_MAX = 1_000_000
 INSTANT_MAX_S = 0.03
 
 
@@ -44,7 +44,7 @@ class Chaos:
     """Kills and faults in random order, each after a few more steps of the job.
 
     Args:
-        proxies: one per shard, for all workers. directions: in which bulk data flows.
+        proxies: one per shard, for all workers. directions: in which bulk data flows. workers: their number.
 
     Attributes:
         done: everything has struck.
@@ -59,6 +59,7 @@ class Chaos:
         kills: int,
         faults: int,
         directions: Sequence[str] = DIRECTIONS,
+        workers: int = 1,
     ) -> None:
         self.kills = 0
         self.done = threading.Event()
@@ -69,22 +70,34 @@ class Chaos:
         self._events = ["kill"] * kills + ["fault"] * faults
         self._random.shuffle(self._events)
         self._steps = threading.Semaphore(0)
-        self._allowed = threading.Semaphore(STEPS_BETWEEN_MAX + AHEAD_MAX)
+        self._made = [0] * workers
+        self._allowed: float = STEPS_BETWEEN_MAX + AHEAD_MAX
+        self._may_go_on = threading.Condition()
         self._step_ends: list[float] = []
         print(f"chaos: seed {seed}, {self._events}")  # noqa: T201 - for whoever has to repeat a failure
 
-    def on_step(self) -> None:
-        """One of the workers has finished a step; it waits if it is too far ahead of what should have struck."""
-        self._step_ends.append(time.monotonic())
-        self._steps.release()
-        assert self._allowed.acquire(timeout=100), f"nothing has struck; {self.kills} kills so far"
+    def on_step(self, rank: int = 0) -> None:
+        """A worker has finished a step; it waits if it is too far ahead of what should have struck. Worker 0's steps count."""
+        if rank == 0:
+            self._step_ends.append(time.monotonic())
+            self._steps.release()
+        self._made[rank] += 1
+        with self._may_go_on:
+            may = self._may_go_on.wait_for(lambda: self._made[rank] <= self._allowed, 100)
+        assert may, f"nothing has struck; {self.kills} kills so far"
+
+    def _allow(self, steps: float) -> None:
+        """So many more to each worker."""
+        with self._may_go_on:
+            self._allowed += steps
+            self._may_go_on.notify_all()
 
     def run(self) -> None:
         """Returns when everything has struck, or raises."""
         try:
             self._run()
         finally:
-            self._allowed.release(STEPS_MAX)  # the job goes on undisturbed
+            self._allow(math.inf)  # the job goes on undisturbed
             self.done.set()
 
     def _run(self) -> None:
@@ -93,15 +106,15 @@ class Chaos:
                 assert self._steps.acquire(timeout=100), f"the job has stopped; {self.kills} kills so far"
             if event == "fault":
                 self._random.choice(self._proxies).arm(Fault.drawn(self._random, self._directions))
-                self._allowed.release(STEPS_BETWEEN_MAX)
+                self._allow(STEPS_BETWEEN_MAX)
                 continue
             threading.Event().wait(self._random.random() * self._instant_max_s())  # the instant itself is random
             shard = self._random.choice(self._shards)
             shard.kill()
-            self._allowed.release(STEPS_BETWEEN_MAX)
+            self._allow(STEPS_BETWEEN_MAX)
             shard.start()
             self.kills += 1
-        self._allowed.release(STEPS_MAX)  # only a step lets a fault strike
+        self._allow(math.inf)  # only a step lets a fault strike
         for proxy in self._proxies:
             proxy.wait_until_all_fired(60)
 
@@ -140,11 +153,10 @@ def run_disturbed(
     """
     assert transport in WITH_CONNECTIONS or faults == 0
     with proxies_of(shards) if transport in WITH_CONNECTIONS else nullcontext([]) as proxies:
-        chaos = Chaos(shards, proxies, kills=kills, faults=faults, **disturbances)
+        chaos = Chaos(shards, proxies, kills=kills, faults=faults, workers=world_size, **disturbances)
 
         def on_step(rank: int) -> bool:
-            if rank == 0:
-                chaos.on_step()
+            chaos.on_step(rank)
             return chaos.done.is_set()
 
         servers = ",".join(proxy.address for proxy in proxies) or servers_of(shards)

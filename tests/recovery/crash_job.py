@@ -20,7 +20,7 @@ WORLD_SIZE = 2
 BLOCKS = 24
 """Several times the spares of an arena, so that a reader that holds a version makes it grow."""
 
-BLOCK_ELEMENTS = 20_000
+BLOCK_ELEMENTS = 10_000
 STEPS_AFTER = 6
 PACE_S = 0.02
 """Between the steps of a job that waits for something to happen: each is made again, undisturbed."""

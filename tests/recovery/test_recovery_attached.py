@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from loaded_programs import Program
 from shard_processes import ShardProcess
 from tcp_sockets import connected_sockets
 
@@ -62,8 +61,9 @@ def assert_comes_to_be(now: Callable[[], Counter[str]], expected: Counter[str]) 
 
 
 def kill_workers(server: str, count: int) -> None:
-    program: Sequence[str] = [sys.executable, str(Path(__file__).with_name("killed_workers.py")), server]
-    subprocess.run([*program, str(count), str(SIZE), "7"], check=True, timeout=200)
+    program = str(Path(__file__).with_name("killed_workers.py"))
+    with Program([program, server, str(count), str(SIZE), "7"]) as killing:
+        assert killing.wait(200) == 0
 
 
 def test_shard_when_workers_are_killed_in_mid_push_then_lets_go_of_their_memory(
@@ -72,7 +72,7 @@ def test_shard_when_workers_are_killed_in_mid_push_then_lets_go_of_their_memory(
     (shard,) = shard_processes(1, "--lease", "60")
     before = held_for_the_dead(shard.pid)
 
-    kill_workers(shard.address, 20)
+    kill_workers(shard.address, 8)
 
     assert before["mapped"] == 0
     assert_comes_to_be(lambda: held_for_the_dead(shard.pid), before)

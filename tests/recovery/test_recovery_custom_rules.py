@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos import assert_same_bits, final_state, run_disturbed, steps_for
+from commands import completed
 from numpy.typing import NDArray
 from shard_processes import ShardProcess, servers_of
 
@@ -130,8 +129,7 @@ def test_a_checkpoint_is_read_without_the_code_and_restored_only_with_it(cluster
     (block, *_) = directory.read_blocks(manifest, Layout(manifest.spec, 3), 0)
     assert np.unique(block.slots["velocity"]).tolist() == [np.float32(1) / np.sqrt(np.float32(0.5625))]
     assert np.unique(block.slots["mean_square"]).tolist() == [0.5625]
-    command = [sys.executable, "-m", "psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--checkpoint-dir", url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = completed("psd.cli.server", "--shard", "0/1", "--listen", "127.0.0.1:0", "--checkpoint-dir", url)
     assert ended.returncode == 1
     assert f"'{DRIFTING}' is not listed on this shard" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -23,7 +23,7 @@ from psd_client.worker.session.session import Session
 
 pytestmark = pytest.mark.process
 
-SHAPES = {"weight": (300, 700), "bias": (700,), "scale": ()}
+SHAPES = {"weight": (120, 700), "bias": (700,), "scale": ()}
 WORLD_SIZE = 3
 KILLS = 3
 

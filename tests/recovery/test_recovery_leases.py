@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,8 @@ AWAY_S = 10.0
 def until_away(shard: ShardProcess) -> None:
     """Return when the others have been without somebody for long, by this shard's clock."""
     back_at = shard.status().numbers["uptime_s"] + AWAY_S
-    wait_until(lambda: shard.status().numbers["uptime_s"] >= back_at)
+    while (left_s := back_at - shard.status().numbers["uptime_s"]) > 0:
+        threading.Event().wait(left_s)
 
 
 def seen(shard: ShardProcess) -> control_pb2.WorkerStatus:

@@ -21,6 +21,7 @@ from psd_client.worker.exchange.value_exchange import ValueExchange
 
 pytestmark = pytest.mark.process
 
+READ_EVERY_S = 0.01
 PATIENT = {"retry_timeout": 100, "wait_timeout": 100}
 
 
@@ -193,7 +194,7 @@ def read_on(servers: str, stop: threading.Event, on_read: Callable[[], object]) 
     seen: dict[int, int] = {}
     with psd_client.connect(servers, role="reader", **PATIENT) as reader:
         latest = 0
-        while not stop.is_set():
+        while not stop.wait(READ_EVERY_S):
             try:
                 found = reader.pull(timeout=2)
             except (psd_client.WaitTimeout, psd_client.CutMissed, psd_client.NotDeclared):

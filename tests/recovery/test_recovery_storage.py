@@ -6,7 +6,6 @@ import contextlib
 import errno
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import crash_job
 import pytest
 from chaos import assert_same_bits, final_state
+from commands import completed
 from shard_processes import ShardProcess, servers_of, status_at
 
 from psd.checkpoint import CheckpointDirectory
@@ -24,8 +24,8 @@ from psd.checkpoint.cut import CheckpointState
 from psd.contract.config import ServerConfig
 from psd.rim.server import ShardServer
 
-DISK_BYTES = 24 << 20
-"""A checkpoint of the job takes 4 MB; three are kept, and removed only when the next one is complete."""
+DISK_BYTES = 12 << 20
+"""A checkpoint of the job takes 2 MB; three are kept, and removed only when the next one is complete."""
 
 
 @contextmanager
@@ -56,14 +56,9 @@ def valid_names(url: str) -> list[str]:
 
 
 def shown_by_psdctl(shards: list[ShardProcess]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "psd.cli.psdctl", "status", "--servers", servers_of(shards)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
+    shown = completed("psd.cli.psdctl", "status", "--servers", servers_of(shards))
+    assert shown.returncode == 0
+    return shown.stdout
 
 
 @pytest.fixture
