@@ -33,6 +33,7 @@ def paced() -> bytes:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.5.0.1", "::1"])
 def test_unpaced_when_the_address_is_of_loopback_then_does_not_pace(host: str) -> None:
+    """What goes within the machine needs none."""
     with socket.socket() as sock:
         unpaced(sock, (host, 1))
 
@@ -41,6 +42,7 @@ def test_unpaced_when_the_address_is_of_loopback_then_does_not_pace(host: str) -
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "2001:db8::1"])
 def test_unpaced_when_the_address_is_another_then_leaves_it_alone(paced: bytes, host: str) -> None:
+    """The way to another machine is the system's business."""
     with socket.socket() as sock:
         unpaced(sock, (host, 1))
 
@@ -48,6 +50,7 @@ def test_unpaced_when_the_address_is_another_then_leaves_it_alone(paced: bytes, 
 
 
 def test_connect_tcp_when_somebody_listens_then_blocks_and_does_not_pace() -> None:
+    """It has chosen before it connected, and waits for ever afterwards."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         connect_tcp("localhost", listener.getsockname()[1], 100) as sock,
@@ -57,6 +60,7 @@ def test_connect_tcp_when_somebody_listens_then_blocks_and_does_not_pace() -> No
 
 
 def test_connect_tcp_when_nobody_listens_then_raises_why() -> None:
+    """The error is that of the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -67,6 +71,7 @@ def test_connect_tcp_when_nobody_listens_then_raises_why() -> None:
 def test_push_pull_when_the_shard_is_on_this_machine_then_neither_end_paces(
     cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The shard's sockets take over what its listener has."""
     ends, made = [], Stream.__init__
 
     def noted(stream: Stream, sock: Any, head_bytes_max: int) -> None:
