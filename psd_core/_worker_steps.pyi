@@ -11,8 +11,18 @@ ROWS_BYTES_MAX: int
 
 class WorkerSteps:
     def __init__(
-        self, shards: int, /, *, versions: Any, sends_versions: bool, scalars: int, looked_at: Sequence[Any]
+        self,
+        shards: int,
+        /,
+        *,
+        versions: Any,
+        sends_versions: bool,
+        scalars: int,
+        looked_at: Sequence[Any],
+        looks_out: bool = False,
     ) -> None: ...
+    @property
+    def doubt(self) -> int: ...
     def lay_out(
         self,
         shard: int,

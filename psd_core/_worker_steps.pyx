@@ -57,9 +57,12 @@ cdef extern from "worker_steps.h" nogil:
         psd_step_state state
         int error
         size_t sent, received, rest
+    ctypedef struct psd_worker_lookout:
+        int is_wanted
+        uint32_t doubt, passing
     void psd_worker_step_begin(psd_worker_step *) noexcept
     int psd_worker_step_advance(psd_worker_step *) noexcept
-    int psd_worker_steps_advance(psd_worker_step *, size_t) noexcept
+    int psd_worker_steps_advance(psd_worker_step *, size_t, psd_worker_lookout *) noexcept
     void psd_worker_step_copy(const psd_worker_step *, char *) noexcept
 
 
@@ -95,12 +98,14 @@ cdef class WorkerSteps:
         shards: number of shards, which are known here by their places in that order.
         versions: of all blocks of the job by index, uint64: sent with each step, and what comes is written there.
         sends_versions: False: they are not sent. scalars: how many a step has.
+        looks_out: look out for the answers before sleeping, as long as they mostly come in time (psd_worker_lookout).
         looked_at: arrays in which NaN and infinity are looked for: float32, float64, float16 or uint16 (bfloat16).
     """
 
     cdef psd_worker_step *steps
     cdef Facts *facts
     cdef Looked *looked
+    cdef psd_worker_lookout lookout
     cdef size_t count, spaces, scalars
     cdef double *numbers
     cdef uint64_t[::1] versions
@@ -109,7 +114,8 @@ cdef class WorkerSteps:
     cdef list rows  # likewise, for each shard, in the next step or the one under way
 
     def __cinit__(
-        self, size_t shards, *, uint64_t[::1] versions not None, bint sends_versions, size_t scalars, list looked_at not None
+        self, size_t shards, *, uint64_t[::1] versions not None, bint sends_versions, size_t scalars, list looked_at not None,
+        bint looks_out=False,
     ):
         cdef size_t i
         assert 0 < shards <= 1 << 16 and scalars <= 1 << 16 and versions.shape[0] > 0
@@ -122,6 +128,7 @@ cdef class WorkerSteps:
         self.numbers = <double *>PyMem_Calloc(scalars + 1, sizeof(double))
         if self.steps == NULL or self.facts == NULL or self.looked == NULL or self.numbers == NULL:
             raise MemoryError("no memory for steps")
+        self.lookout.is_wanted = looks_out
         for i in range(shards):
             self.steps[i].fd = -1
         for i in range(self.spaces):
@@ -330,7 +337,7 @@ cdef class WorkerSteps:
             self.write(i, &head, None if present is None else present[i])
         while True:
             with nogil:
-                why = psd_worker_steps_advance(self.steps, self.count)
+                why = psd_worker_steps_advance(self.steps, self.count, &self.lookout)
             if why != EINTR:
                 break
             PyErr_CheckSignals()
@@ -382,6 +389,11 @@ cdef class WorkerSteps:
             if why != EINTR:
                 return why == 0
             PyErr_CheckSignals()
+
+    @property
+    def doubt(self):
+        """Steps that slept at once since the last vain look, less those that were answered in time: psd_worker_lookout."""
+        return self.lookout.doubt
 
     def state(self, size_t shard):
         """The fate of a shard's step: UNSENT, PENDING and so on."""

@@ -73,6 +73,7 @@ OUTSIDE = {
         "psd_client",
         "psd.contract.wire",
         "psd.contract.strands",
+        "psd.contract.loopback",
         "psd.contract.tls",
         "psd.contract.tls_socket",
     ),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from psd.contract.config import ServerConfig, parse_address
 from psd.contract.errors import InvalidRequest, Overloaded
+from psd.contract.loopback import unpaced
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
 from psd.rim.access import Access, Metadata
@@ -135,6 +136,7 @@ class BulkServer:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            unpaced(listener, address)  # what it accepts takes this over
             listener.listen(self._config.limits.workers_max)
         except OSError as error:
             listener.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import Queue
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 QUEUED_MAX = 8
@@ -18,7 +18,8 @@ ItemT = TypeVar("ItemT")
 
 
 class Outbox(Generic[ItemT]):
-    """A thread that sends the items given to `put`, in order. It ends with `close`; between calls it sleeps.
+    """A thread that sends the items given to `put`, in order. It ends with `close`; between calls it sleeps. One other thread
+    puts and flushes.
 
     Args:
         send: sends one item. discard: drops an item that is not sent, because sending failed.
@@ -27,7 +28,10 @@ class Outbox(Generic[ItemT]):
     def __init__(self, send: Callable[[ItemT], None], discard: Callable[[ItemT], None], name: str) -> None:
         self._send = send
         self._discard = discard
-        self._queue: Queue[ItemT | None] = Queue(QUEUED_MAX - 1)  # and one item is being sent
+        # Queues in C, both: with Queue's locks and conditions an item cost both threads as much Python again.
+        self._queue: SimpleQueue[ItemT | None] = SimpleQueue()
+        self._room: SimpleQueue[None] = SimpleQueue()  # one entry for each item that may be put before another one has left
+        self._let_in(QUEUED_MAX)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -41,11 +45,14 @@ class Outbox(Generic[ItemT]):
         if self._error is not None:
             self._discard(item)
             raise self._error
+        self._room.get()
         self._queue.put(item)
 
     def flush(self) -> None:
         """Wait until all items are sent; raise the error of a failed sending."""
-        self._queue.join()
+        for _ in range(QUEUED_MAX):
+            self._room.get()
+        self._let_in(QUEUED_MAX)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -55,6 +62,10 @@ class Outbox(Generic[ItemT]):
         self._queue.put(None)
         self._thread.join()
 
+    def _let_in(self, count: int) -> None:
+        for _ in range(count):
+            self._room.put(None)
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
@@ -63,4 +74,4 @@ class Outbox(Generic[ItemT]):
                 self._error = self._error or error
             finally:
                 del item  # else it is kept until the next one comes
-                self._queue.task_done()
+                self._room.put(None)

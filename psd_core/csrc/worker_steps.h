@@ -34,15 +34,27 @@ typedef struct {
     size_t sent, received, rest;
 } psd_worker_step;
 
+/* Whether the next step looks out for its answers, some microseconds long, before its thread sleeps. In the beginning `doubt` and
+ * `passing` are 0.
+ *
+ * A shard on another core answers a small step sooner than a thread falls asleep and wakes up, which costs both sides time, and this
+ * one what its core has forgotten meanwhile. But whoever looks out in vain, because the shard needs this very core, or is far away,
+ * has wasted that time: the steps behind it sleep at once, more of them the more often that has happened. */
+typedef struct {
+    int is_wanted;
+    uint32_t doubt;   /* how many steps slept at once after the last that looked out in vain, less what has come in time since */
+    uint32_t passing; /* so many of the next steps sleep at once */
+} psd_worker_lookout;
+
 /* Be ready to send the next step, whose bytes lie in `out`. */
 void psd_worker_step_begin(psd_worker_step *);
 
 /* Send what is left, and receive. 0 if its state is not PENDING any more, else EAGAIN (a timeout has passed) or EINTR. */
 int psd_worker_step_advance(psd_worker_step *);
 
-/* Send to all of n shards, then receive from one after the other, up to the first that has not taken the step. 0, EAGAIN or EINTR,
- * as above. */
-int psd_worker_steps_advance(psd_worker_step *, size_t n);
+/* Send to all of n shards, look out for their answers if that is due, then receive from one after the other, up to the first that has
+ * not taken the step. 0, EAGAIN or EINTR, as above. */
+int psd_worker_steps_advance(psd_worker_step *, size_t n, psd_worker_lookout *);
 
 /* Copy what has been received, `received` bytes, to a caller's buffer. */
 void psd_worker_step_copy(const psd_worker_step *, char *to);

@@ -21,6 +21,7 @@ from psd.checkpoint import CheckpointDirectory
 from psd.contract.errors import InvalidRequest, NonFiniteGradient, ShardUnavailable, WaitTimeout
 from psd.v1 import control_pb2, control_pb2_grpc
 from psd_client import SGD, Drained, ParameterServer, connect
+from psd_client.lanes import steps
 
 Start = Callable[..., Any]
 
@@ -64,6 +65,25 @@ def some(rank: int, step: int) -> dict[str, Any]:
     made = {name: random.integers(-8, 8, value.shape).astype(value.dtype) for name, value in VALUES.items()}
     missing = random.integers(0, 12)
     return {name: value for number, (name, value) in enumerate(made.items()) if number != missing}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_push_pull_when_the_job_has_other_workers_then_steps_sleep_at_once(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Nobody looks for answers on a core that others may want."""
+    looks, made = [], steps.WorkerSteps
+
+    def noted(*args: Any, looks_out: bool, **how: Any) -> Any:
+        looks.append(looks_out)
+        return made(*args, looks_out=looks_out, **how)
+
+    monkeypatch.setattr(steps, "WorkerSteps", noted)
+    with connect(cluster(1).servers, 0, workers, transport="tcp") as ps:
+        make_armed(declare(ps, consistency="async"))
+        ps.push_pull(gradient(1))
+
+    assert set(looks) == {workers == 1}
 
 
 @pytest.mark.parametrize(

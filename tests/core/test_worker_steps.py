@@ -25,14 +25,27 @@ ANSWERED = [3, 4]
 
 
 class Ends:
-    """A step of one or several shards, each of two blocks, the first of an odd number of elements, and the peers' ends."""
+    """A step of one or several shards, each of two blocks, the first of an odd number of elements, and the peers' ends.
+
+    Attributes:
+        looks_out: before it sleeps.
+    """
+
+    looks_out = False
 
     def __init__(self, shards: int = 1, *, travels: bool = True, sends_versions: bool = True, blocks: int = 2) -> None:
         self.versions = array("Q", range(100, 100 + blocks * shards))
         self.gradients = [[np.full(3 + 2 * b, 1 + b, np.float32) for b in range(blocks)] for _ in range(shards)]
         self.parameters = [[np.zeros(3 + 2 * b, np.float32) for b in range(blocks)] for _ in range(shards)]
         looked_at = [gradient for own in self.gradients for gradient in own]
-        self.steps = WorkerSteps(shards, versions=self.versions, sends_versions=sends_versions, scalars=3, looked_at=looked_at)
+        self.steps = WorkerSteps(
+            shards,
+            versions=self.versions,
+            sends_versions=sends_versions,
+            scalars=3,
+            looked_at=looked_at,
+            looks_out=self.looks_out,
+        )
         self.pairs = [socket.socketpair() for _ in range(shards)]
         self.head_bytes = HEAD.size + 8 * (blocks + 3) + 8
         self.sizes = []
@@ -70,6 +83,13 @@ class Ends:
                 payload += np.full(3 + 2 * b, 10 + b, np.float32).tobytes()
                 payload += b"\xff" * (-len(payload) % 8)
         return PREFIX.pack(DONE_KIND, len(head), len(payload)) + head + payload
+
+
+@pytest.fixture(params=[False, True], ids=["sleeps", "looks out"], autouse=True)
+def looks_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether steps look out for answers, which changes nothing that can be seen."""
+    monkeypatch.setattr(Ends, "looks_out", request.param)
+    return bool(request.param)
 
 
 @contextmanager
@@ -319,6 +339,53 @@ def test_run_when_a_shard_is_gone_then_the_next_ones_get_nothing() -> None:
 
         assert step.run() is False
         assert [step.steps.state(shard) for shard in range(2)] == [BROKEN, UNSENT]
+
+
+def test_run_when_it_looked_out_in_vain_then_more_and_more_steps_sleep_at_once(looks_out: bool) -> None:
+    with ends() as step:
+        step.pairs[0][0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 0, 1000))
+        found = []
+        for _ in range(20):
+            assert step.run() is False
+            found.append(step.steps.doubt)
+            step.received()
+            step.peers[0].sendall(step.done())
+            while not step.steps.advance(0):
+                pass
+
+        # One that looks out, then as many that do not as it has come to doubt.
+        assert found == ([4] * 5 + [12] * 13 + [28] * 2 if looks_out else [0] * 20)
+
+
+def test_run_when_answers_are_there_then_goes_on_looking_out() -> None:
+    with ends(3) as step:
+        for _ in range(20):
+            for peer in step.peers:
+                peer.sendall(step.done())
+            assert step.run() is True
+            for shard in range(3):
+                step.received(shard)
+
+        assert step.steps.doubt == 0
+
+
+def test_run_when_answers_come_meanwhile_then_receives_them() -> None:
+    """Whether before its thread sleeps, or while it does."""
+    with ends(2) as step:
+
+        def answer() -> None:
+            for _ in range(200):
+                for shard, peer in enumerate(step.peers):
+                    step.received(shard)
+                    whole = step.done()
+                    peer.sendall(whole[:20])
+                    peer.sendall(whole[20:])
+
+        with in_thread(answer):
+            for _ in range(200):
+                step.versions[:] = array("Q", [0] * 4)
+                assert step.run() is True
+                assert step.versions.tolist() == ANSWERED * 2
 
 
 class Interrupted(Exception):

@@ -17,6 +17,8 @@ class Wire:
     def __init__(self, fails_from: int = 1000) -> None:
         self.sent: list[int] = []
         self.discarded: list[int] = []
+        self.put_count = 0
+        self.waiting: list[int] = []  # at each sending: items whose put has returned, and which have not left
         self.is_open = threading.Event()
         self._fails_from = fails_from
         self.outbox = Outbox(self.send, self.discarded.append, "a test's outbox")
@@ -25,6 +27,7 @@ class Wire:
         assert self.is_open.wait(100)
         if item >= self._fails_from:
             raise ConnectionError(item)
+        self.waiting.append(self.put_count - len(self.sent))
         self.sent.append(item)
 
 
@@ -79,14 +82,23 @@ def test_an_error_comes_to_whoever_puts_or_flushes_and_later_items_are_discarded
 def test_no_more_wait_than_may_be_pinned(wires: Any) -> None:
     """One that is being sent, and the others of QUEUED_MAX behind it: the next one waits for the first to leave."""
     wire = wires()
-    for item in range(QUEUED_MAX - 1):
-        wire.outbox.put(item)
-    putting = threading.Thread(target=lambda: [wire.outbox.put(item) for item in range(QUEUED_MAX - 1, QUEUED_MAX + 5)])
+    count, is_full = 10 * QUEUED_MAX, threading.Event()
+
+    def put() -> None:
+        for item in range(count):
+            wire.outbox.put(item)
+            wire.put_count = item + 1
+            if wire.put_count == QUEUED_MAX:
+                is_full.set()
+
+    putting = threading.Thread(target=put)
     putting.start()
+    assert is_full.wait(100)
+    assert wire.outbox._room.empty()
 
     wire.is_open.set()
     putting.join(100)
     wire.outbox.flush()
 
-    assert wire.outbox._queue.maxsize == QUEUED_MAX - 1
-    assert wire.sent == list(range(QUEUED_MAX + 5))
+    assert wire.sent == list(range(count))
+    assert max(wire.waiting) <= QUEUED_MAX

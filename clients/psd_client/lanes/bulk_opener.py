@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from psd.contract.config import ConfigError, parse_address
 from psd.contract.credentials import Credentials
 from psd.contract.errors import InvalidRequest, ShardUnavailable
+from psd.contract.loopback import connect_tcp
 from psd.contract.tls import what_is_wrong
 from psd.contract.tls_socket import TlsSocket
 from psd.contract.wire import Stream, is_of_this_user
@@ -191,11 +192,10 @@ class BulkOpener(Generic[AskingT, ClientT]):
             raise _NotHere("the shard was started with --bulk-port off")
         host, _ = parse_address(self._address, "servers")
         try:
-            sock = socket.create_connection((host.strip("[]"), reply.tcp_port), CONNECT_S)
+            sock = connect_tcp(host.strip("[]"), reply.tcp_port, CONNECT_S)
         except OSError as error:
             self._missed(f"port {reply.tcp_port}: {error.strerror or error}")
             raise _NotHere(f"port {reply.tcp_port}: {error.strerror or error}") from None
-        sock.settimeout(None)
         context = self._credentials.context()
         return sock if context is None else _secured(sock, context, host.strip("[]"))
 

@@ -141,7 +141,7 @@ class SteppingLanes:
     Args:
         lanes: of the shards that have trained blocks. blocks: these, for each lane, but for the tables' block.
         gradients: what is sent. looks: look for NaN and infinity in it. parameters: where to receive.
-        sends_versions: False in a job with rounds.
+        sends_versions: False in a job with rounds. looks_out: as in WorkerSteps.
 
     Attributes:
         are_under_way: True from the beginning of a step until `end`, unless nothing was sent.
@@ -156,6 +156,7 @@ class SteppingLanes:
         *,
         looks: bool,
         sends_versions: bool,
+        looks_out: bool,
     ) -> None:
         self._lanes = lanes
         self._blocks = blocks
@@ -163,6 +164,7 @@ class SteppingLanes:
         self._parameters = parameters
         self._looked_at = gradients.looked_at if looks else []
         self._sends_versions = sends_versions
+        self._looks_out = looks_out
         self._steps: WorkerSteps | None = None
         self._made_for: list[bulk_pb2.StepOffer] = []
         self._ways: list[_Way] = []
@@ -207,6 +209,7 @@ class SteppingLanes:
             sends_versions=self._sends_versions,
             scalars=offers[0].scalars,
             looked_at=self._looked_at,
+            looks_out=self._looks_out,
         )
         layout = self._gradients.layout
         for place, (offer, blocks, lane) in enumerate(zip(offers, self._blocks, self._lanes, strict=True)):

@@ -98,6 +98,7 @@ class ArmedSteps:
             places.current,
             looks=self._looks,
             sends_versions=self._sends_versions,
+            looks_out=spec.world_size == 1,  # others would wait for the core, or the shard for them
         )
 
     def renew(self) -> None:
