@@ -252,7 +252,7 @@ class _Seed:
             "new_session": new_session,
             "passed": list(passed),
             "before": None if before is None else pickle.dumps(before).hex(),
-            "path": sys.path[0],
+            "path": sys.path,
         }
         with self._one_at_a_time:
             socket.send_fds(self._told, [json.dumps(request).encode()], [*streams, *passed])
@@ -296,7 +296,7 @@ def _grow(telling: socket.socket, parent: int, generations: int) -> NoReturn:
         os.close(descriptor)
     before, path = request.pop("before"), request.pop("path")
     if before is not None:
-        sys.path.insert(0, path)
+        sys.path[:] = path
         pickle.loads(bytes.fromhex(before))()
     become(**request, generations=generations)
 
