@@ -23,10 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Process:
-    """A command of psd with its output, standard error included; `loads` and `generations` are those of Program."""
+    """A command of psd with its output, standard error included; `loads` and `generations` are those of Program, so that the
+    Python programs that it starts are forked, unless told otherwise."""
 
     def __init__(
-        self, module: str, *args: str, environ: dict[str, str] | None = None, loads: str = "", generations: int = 0
+        self, module: str, *args: str, environ: dict[str, str] | None = None, loads: str = "", generations: int = 1
     ) -> None:
         self._process = Program(
             ["-m", module, *args],

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import io
 import json
 import os
 import pickle
@@ -33,6 +34,8 @@ from typing import Any, NoReturn
 
 REQUEST_BYTES_MAX = 1 << 17
 DESCRIPTORS_MAX = 64
+OPTIONS = ("-P", "-u")
+"""Of the interpreter, which a program may have."""
 HIGH = 512
 """Descriptors are moved above it, when each has to get a certain number."""
 
@@ -54,10 +57,10 @@ def become(command: Sequence[str], environ: Mapping[str, str], cwd: str, *, new_
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
-    command, first = _parsed(command)
+    command, first, is_unbuffered = _parsed(command)
     _show(command, environ)
     sys.path[:] = [*first, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)), *_without_own_pythonpath()]
-    open_streams()
+    _open_streams(is_unbuffered=is_unbuffered or bool(environ.get("PYTHONUNBUFFERED")))
     if "numpy" in sys.modules:  # or all forks would draw the same
         sys.modules["numpy"].random.seed()
     if generations:
@@ -106,16 +109,13 @@ def _end(code: Any) -> NoReturn:
     os._exit((code or 0) & 0xFF)
 
 
-def _parsed(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command without the interpreter's options, and what comes first in the path of modules."""
-    command, is_safe = list(command), False
-    while command[0] in ("-P", "-u"):
-        is_safe |= command.pop(0) == "-P"
-    if is_safe:
-        return command, []
-    return command, [
-        "" if command[0] == "-c" else str(Path.cwd()) if command[0] == "-m" else str(Path(command[0]).resolve().parent)
-    ]
+def _parsed(command: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """A command without the interpreter's options, what comes first in the path of modules, and whether -u was among them."""
+    command, options = list(command), set()
+    while command[0] in OPTIONS:
+        options.add(command.pop(0))
+    first = "" if command[0] == "-c" else str(Path.cwd() if command[0] == "-m" else Path(command[0]).resolve().parent)
+    return command, [] if "-P" in options else [first], "-u" in options
 
 
 def python_command(command: Sequence[str], path: str | None) -> list[str] | None:
@@ -131,7 +131,7 @@ def python_command(command: Sequence[str], path: str | None) -> list[str] | None
     if not Path(found).samefile(sys.executable):
         with Path(found).open("rb") as file:
             return [found, *options] if file.readline(1024).strip() == b"#!" + os.fsencode(sys.executable) else None
-    while options and options[0] in ("-P", "-u"):
+    while options and options[0] in OPTIONS:
         options.pop(0)
     is_known = bool(options) and (options[0] in ("-m", "-c") or not options[0].startswith("-"))
     return list(command[1:]) if is_known else None
@@ -141,11 +141,11 @@ def _without_own_pythonpath() -> list[str]:
     return [entry for entry in _LOADED_PATH if entry not in _OWN_PYTHONPATH]
 
 
-def open_streams() -> None:
+def _open_streams(*, is_unbuffered: bool) -> None:
     """Streams of this process's descriptors: those that are there know what the ones of the process that has forked were."""
-    line_by_line = 1 if os.environ.get("PYTHONUNBUFFERED") else -1
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", buffering=line_by_line, closefd=False)  # noqa: SIM115
+    binary = open(1, "wb", 0 if is_unbuffered else -1, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(binary, "utf-8", write_through=is_unbuffered)
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
 
 
@@ -261,6 +261,7 @@ class _Seed:
 
 def _grow(telling: socket.socket, parent: int, generations: int) -> NoReturn:
     """Fork for each request, and become what it asks for in the fork."""
+    _show(["-c", "forks"], {})  # it is nobody's process, whose secrets it would show
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)

@@ -1,7 +1,7 @@
 """Ranks of learners that are groups of processes, for tests: each a process of its own, over gloo, that runs a program.
 
-The processes are forked from one that has imported torch, and its compiler, which each optimizer's first step loads. A learner's batch is shared out among its ranks, whose mean gradient
-is that of the whole batch.
+The processes are forked from one that has imported torch, and its compiler, which each optimizer's first step loads. A
+learner's batch is shared out among its ranks, whose mean gradient is that of the whole batch.
 """
 
 from __future__ import annotations

@@ -16,9 +16,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "rollouts.py")
 @pytest.mark.process
 def test_rollouts_when_everything_is_killed_in_turn_then_they_learn() -> None:
     """A shard, a player, the trainer, and the other shard. The trainer goes on with the policy that is in the store."""
-    run = Job(
-        "--shards", "2", "--workers", "3", "--max-restarts", "20", "--lease", "60", EXAMPLE, "--updates", "100", generations=1
-    )
+    run = Job("--shards", "2", "--workers", "3", "--max-restarts", "20", "--lease", "60", EXAMPLE, "--updates", "100")
     try:
         run.wait_until_ready()
         run.line(r"worker 0\] update 20:")

@@ -101,7 +101,6 @@ def test_actor_critic_learns_to_balance_the_pole() -> None:
         "--iterations",
         "30",
         loads=WITH_TORCH,
-        generations=1,
     )
     try:
         assert run.end() == 0, run.output
@@ -129,7 +128,7 @@ def test_dcgan_when_a_worker_and_a_shard_are_killed_then_ends_as_if_nothing_had_
         return dcgan.distance(dcgan.generated(models["generator"], 500), held_out)
 
     options = ("--shards", "2", "--workers", "2", "--aggregation", "exact", "--max-restarts", "1", "--lease", "60")
-    run = Job(*options, str(EXAMPLES / "dcgan.py"), "--steps", "100", "--batch-size", "32", loads=WITH_TORCH, generations=1)
+    run = Job(*options, str(EXAMPLES / "dcgan.py"), "--steps", "100", "--batch-size", "32", loads=WITH_TORCH)
     try:
         run.wait_until_ready()
         run.line(r"worker 0\] step +50 of 100")
