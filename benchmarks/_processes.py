@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -161,7 +162,7 @@ class Process:
             stderr=self._errors,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=lambda: _end_with_parent(last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
+            preexec_fn=functools.partial(_end_with_parent, last_signal),  # noqa: PLW1509 - the benchmark's own threads do not run while it starts children
         )
         self.pid = self._process.pid
         self._read = b""

@@ -63,10 +63,12 @@ class PageRunner:
 
     Args:
         folder: an empty one, where commands run.
+        commands: a folder that comes first in PATH (forwarded_commands.py); else interpreters load what they need.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commands: Path | None = None) -> None:
         self._folder = folder
+        self._first_in_path = "" if commands is None else f"{commands}:"
         self._ports: dict[str, int] = {}
         self._commands: list[_Command] = []
         self._names: dict[str, Any] = {}
@@ -139,7 +141,7 @@ class PageRunner:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PSD_") or name == "PSD_JOBS_DIR"}
-        path = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
+        path = f"{self._first_in_path}{Path(sys.executable).parent}:{kept.get('PATH', '')}"
         return {**kept, "PATH": path, "HOME": str(self._folder / "home"), "PSD_RETRY_TIMEOUT": "40", "NO_COLOR": "1"}
 
     def _run_commands(self, block: Block, text: str) -> None:

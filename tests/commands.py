@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from loaded_programs import Program
 
@@ -22,14 +23,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Process:
-    """A command of psd with its output, standard error included."""
+    """A command of psd with its output, standard error included; `loads` and `generations` are those of Program, so that the
+    Python programs that it starts are forked, unless told otherwise."""
 
-    def __init__(self, module: str, *args: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str, *args: str, environ: dict[str, str] | None = None, loads: str = "", generations: int = 1
+    ) -> None:
         self._process = Program(
             ["-m", module, *args],
             env={**os.environ, **(environ or {})},
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            loads=loads,
+            generations=generations,
         )
         self.pid = self._process.pid
         self.lines: list[str] = []
@@ -122,8 +128,8 @@ def _read(pid: int, name: str) -> bytes:
 class Job(Process):
     """psd-run with a script; `run_id` once the shards are ready."""
 
-    def __init__(self, *args: str, environ: dict[str, str] | None = None) -> None:
-        super().__init__("psd.cli.run", *args, environ=environ)
+    def __init__(self, *args: str, **options: Any) -> None:
+        super().__init__("psd.cli.run", *args, **options)
         self.run_id = ""
 
     def wait_until_ready(self) -> None:

@@ -1,7 +1,7 @@
 """Ranks of learners that are groups of processes, for tests: each a process of its own, over gloo, that runs a program.
 
-The processes are forked from one that has imported torch. A learner's batch is shared out among its ranks, whose mean gradient
-is that of the whole batch.
+The processes are forked from one that has imported torch, and its compiler, which each optimizer's first step loads. A
+learner's batch is shared out among its ranks, whose mean gradient is that of the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psd_client.client import worker_of
 TIMEOUT_S = 200
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "torch.distributed.fsdp", "psd_client.torch", __name__])
+_FORKS.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "psd_client.torch", __name__])
 
 LOCAL = psd.Local(steps=6, outer=OUTER, fragments=3, delay=2)
 

@@ -1,9 +1,9 @@
 """Programs that tests start, as processes of their own, in an interpreter that has psd loaded: what takes longest is done once.
 
 A process beside pytest's loads psd, and forks for each program. The fork becomes it: arguments, environment, directory,
-streams. It is killed, suspended and waited for as any process. Only loading is not seen again, so tests of that, of what the
-system shows of a process (arguments, environment, memory), and of other interpreters start theirs anew. For programs that need
-torch there is a process that has loaded torch, too. For Linux.
+streams. It is killed, suspended and waited for as any process. Only loading is not seen again, so tests of that, of a process's
+memory, and of other interpreters start theirs anew. What programs start is executed, unless it is to be forked, too
+(forked_children.py). For Linux.
 
 Must not know which program it runs.
 """
@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import io
 import json
 import os
-import runpy
 import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
-LOADED = ("psd.cli.server", "psd.rim.server", "psd_client", "psd.cli.run", "psd.cli.psdctl")
-TORCH = ("psd_client.torch", "torch.distributed")
-REQUEST_BYTES_MAX = 1 << 17
+from forked_children import REQUEST_BYTES_MAX, ROOM, become, freeze
+
+LOADED = ("psd.cli.server", "psd.rim.server", "psd_client", "psd.cli.run", "psd.cli.psdctl", "psd.cli.processes.watchdog")
+WITH_TORCH = "psd_client.torch"
+"""What programs with torch have loaded, too; without its compiler, as the fixture `later_compiler` says."""
+LATER_COMPILER = Path(__file__).parent / "later_compiler"
 
 
 class Program:
@@ -42,7 +44,8 @@ class Program:
         stderr: a file, subprocess.PIPE, subprocess.STDOUT, or None for this process's.
         env: the environment, if not this process's. cwd: its directory, likewise.
         start_new_session: it has one of its own, not that of all programs.
-        has_torch: torch is loaded, too.
+        loads: a module that is loaded beside psd.
+        generations: of Python programs that are forked, too: 1 for those that it starts, 2 for those that they start.
     """
 
     def __init__(
@@ -54,15 +57,16 @@ class Program:
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         start_new_session: bool = False,
-        has_torch: bool = False,
+        loads: str = "",
+        generations: int = 0,
     ) -> None:
         request = {"command": list(command), "environ": dict(env or os.environ), "cwd": str(cwd or Path.cwd())}
+        request |= {"new_session": start_new_session, "generations": generations}
         self._told, telling = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.stdout, output = _stream(stdout)
         self.stderr, errors = _stream(output if stderr == subprocess.STDOUT else 2 if stderr is None else stderr)
         with telling:
-            loaded = _Loaded.of_this_process(has_torch=has_torch)
-            loaded.fork({**request, "new_session": start_new_session}, [output, errors, telling.fileno()])
+            _Loaded.of_this_process(loads).fork(request, [output, errors, telling.fileno()])
         os.close(output)
         os.close(errors)
         pid, (self._pidfd,), *_ = socket.recv_fds(self._told, 64, 1)
@@ -82,6 +86,10 @@ class Program:
         os.close(self._pidfd)
         for stream in (self.stdout, self.stderr):
             stream.close()
+
+    def fileno(self) -> int:
+        """Descriptor that can be read when it has ended, for a selector."""
+        return self._pidfd
 
     def poll(self) -> int | None:
         """The exit status, if it has ended; minus the number of the signal that ended it."""
@@ -121,6 +129,23 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
+def completed(command: Sequence[str], *, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a Program to its end; its status and output, as of subprocess.run. AssertionError if it has not ended in time."""
+    with tempfile.TemporaryFile("w+", errors="backslashreplace") as output, tempfile.TemporaryFile("w+") as errors:
+        program = Program(command, stdout=output, stderr=errors, **options)
+        try:
+            status = program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            status = None
+        program.close()
+        output.seek(0)
+        errors.seek(0)
+        done = subprocess.CompletedProcess(list(command), program.wait(), output.read(), errors.read())
+    assert status is not None, f"still running after {timeout:g} s:\n{done.stdout}{done.stderr}"
+    return done
+
+
 def _stream(given: IO[Any] | int) -> tuple[IO[str], int]:
     """What is read of a stream, and the descriptor that a program has for it."""
     if given != subprocess.PIPE:
@@ -129,9 +154,9 @@ def _stream(given: IO[Any] | int) -> tuple[IO[str], int]:
     return os.fdopen(reading, encoding="utf-8", errors="backslashreplace"), writing
 
 
-def parent_of_programs(*, has_torch: bool = False) -> int:
-    """Process id of the one that forks for this process."""
-    return _Loaded.of_this_process(has_torch=has_torch).pid
+def parent_of_programs(loads: str = "") -> int:
+    """Process id of the one that forks for this process. loads: as of Program."""
+    return _Loaded.of_this_process(loads).pid
 
 
 def _stands_still(task: Path) -> bool:
@@ -141,15 +166,17 @@ def _stands_still(task: Path) -> bool:
 class _Loaded:
     """A process that has psd loaded, as the one that asks it for programs sees it."""
 
-    _of_this_process: dict[bool, _Loaded] = {}
+    _of_this_process: dict[str, _Loaded] = {}
 
-    def __init__(self, *, has_torch: bool) -> None:
+    def __init__(self, loads: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), *(TORCH if has_torch else ())]
+            command = [sys.executable, __file__, str(theirs.fileno()), loads, ROOM]
+            path = os.pathsep.join(filter(None, (str(LATER_COMPILER), os.environ.get("PYTHONPATH"))))
             self._process = subprocess.Popen(
                 command,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},  # or NumPy would start threads, which forks would lack
+                # With more threads NumPy would start some, which forks would lack.
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "ROOM": ROOM},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -158,11 +185,11 @@ class _Loaded:
         atexit.register(self._end)
 
     @classmethod
-    def of_this_process(cls, *, has_torch: bool) -> _Loaded:
+    def of_this_process(cls, loads: str = "") -> _Loaded:
         """It is started with the first program."""
-        if has_torch not in cls._of_this_process:
-            cls._of_this_process[has_torch] = cls(has_torch=has_torch)
-        return cls._of_this_process[has_torch]
+        if loads not in cls._of_this_process:
+            cls._of_this_process[loads] = cls(loads)
+        return cls._of_this_process[loads]
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """Have it fork; descriptors: standard output, standard error, and where it says the process id, and then the status."""
@@ -210,29 +237,11 @@ def _wait_for_request(control: socket.socket) -> dict[str, Any]:
     os.dup2(output, 1)
     os.dup2(errors, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    # Those that are there know what the ones of the process that forks were.
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     return json.loads(message)
 
 
-def _become(command: list[str], environ: dict[str, str], cwd: str, *, new_session: bool) -> NoReturn:
-    if new_session:
-        os.setsid()
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environ)
-    if command[0] == "-m":
-        sys.argv, sys.path[0] = command[1:], cwd
-        sys.exit(import_module(command[1]).main())
-    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
-    runpy.run_path(command[0], run_name="__main__")
-    sys.exit()
-
-
 if __name__ == "__main__":
-    for name in (*LOADED, *sys.argv[2:]):
+    for name in (*LOADED, *filter(None, sys.argv[2:3])):
         import_module(name)
-    gc.freeze()
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
-    _become(**_wait_for_request(socket.socket(fileno=int(sys.argv[1]))))
+    freeze()
+    become(**_wait_for_request(socket.socket(fileno=int(sys.argv[1]))))

@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from loaded_programs import WITH_TORCH, completed
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LATER_COMPILER = str(Path(__file__).parents[1] / "later_compiler")
@@ -21,10 +21,9 @@ LATER_COMPILER = str(Path(__file__).parents[1] / "later_compiler")
 
 def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A script of benchmarks/."""
-    command = [sys.executable, str(BENCHMARKS / script), *flags]
     path = os.pathsep.join(filter(None, (LATER_COMPILER, os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path, **environ}
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environ)
+    return completed([str(BENCHMARKS / script), *flags], timeout=280, env=environ, loads=WITH_TORCH, generations=2)
 
 
 def figures_in(folder: Path, script: str, *flags: str) -> dict[str, Any]:

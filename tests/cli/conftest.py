@@ -12,11 +12,11 @@ from commands import Job, Process
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Process]]:
-    """Starts `python -m MODULE ARGS...`."""
+    """Starts `python -m MODULE ARGS...`, with options of Process."""
     started: list[Process] = []
 
-    def begin(module: str, *args: str, environ: dict[str, str] | None = None) -> Process:
-        started.append(Process(module, *args, environ=environ))
+    def begin(module: str, *args: str, **options: Any) -> Process:
+        started.append(Process(module, *args, **options))
         return started[-1]
 
     yield begin

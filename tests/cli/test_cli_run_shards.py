@@ -162,7 +162,7 @@ def test_job_when_a_shard_fails_at_its_start_then_its_output_is_shown(start, tmp
     (tmp_path / "grpc.py").write_text("raise ImportError('a broken installation')")
     path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
-    run = start("psd.cli.run", "--", "true", environ={"PYTHONPATH": path})
+    run = start("psd.cli.run", "--", "true", environ={"PYTHONPATH": path}, generations=0)
 
     assert run.end() == 1
     assert "shard 0 ended with status 1 at its start; stopping the job; its last lines:" in run.output

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from block_runner import KERAS_PAGES, SMALLER, PageRunner
+from forwarded_commands import ForwardedCommands
 from markdown_blocks import RUN, SHOWN, Block, blocks, pages
 from source_tree import ROOT
 
@@ -40,13 +41,21 @@ def every_block() -> list[Block]:
     return [block for page in pages() for block in blocks(page)]
 
 
+@pytest.fixture
+def commands(tmp_path_factory):
+    """Folder with commands that find psd and torch loaded."""
+    with ForwardedCommands(tmp_path_factory.mktemp("programs") / "commands") as folder:
+        yield folder
+
+
 @pytest.mark.process
 @pytest.mark.usefixtures("later_compiler")
 @pytest.mark.parametrize("page", OURS, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_blocks_of_a_page_run(page, tmp_path):
+def test_the_blocks_of_a_page_run(page, tmp_path, commands):
+    """The README's in interpreters of their own, as a reader's."""
     pytest.importorskip("torch")
 
-    with PageRunner(tmp_path) as runner:
+    with PageRunner(tmp_path, None if page == ROOT / "README.md" else commands) as runner:
         runner.run_page(page)
 
     drawn = pictures_of_course(page)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from loaded_programs import WITH_TORCH, completed
 from markdown_blocks import pages
 from source_tree import ROOT
 
@@ -18,7 +17,7 @@ PICTURE = re.compile(r"<picture>\n  " + DARK + r'\n  <img alt=".+" src="(.+)\.sv
 
 
 def run(*command: object) -> None:
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = completed([*map(str, command)], cwd=ROOT, loads=WITH_TORCH, generations=2)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

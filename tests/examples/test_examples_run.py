@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from loaded_programs import WITH_TORCH, completed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.process
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.process
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")} | variables
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, env=environ, check=False)
+    return completed(command, env=environ, loads=WITH_TORCH, generations=2)
 
 
 def psd_run(*arguments: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import Job
+from loaded_programs import WITH_TORCH
 
 torch = pytest.importorskip("torch")
 
@@ -91,7 +92,16 @@ def test_actor_critic_refuses_more_workers_than_there_are_episodes(example: Call
 @pytest.mark.process
 def test_actor_critic_learns_to_balance_the_pole() -> None:
     """At first an episode has some 20 steps, and 200 are the most."""
-    run = Job("--shards", "2", "--workers", "2", str(EXAMPLES / "actor_critic.py"), "--iterations", "30")
+    run = Job(
+        "--shards",
+        "2",
+        "--workers",
+        "2",
+        str(EXAMPLES / "actor_critic.py"),
+        "--iterations",
+        "30",
+        loads=WITH_TORCH,
+    )
     try:
         assert run.end() == 0, run.output
     finally:
@@ -118,7 +128,7 @@ def test_dcgan_when_a_worker_and_a_shard_are_killed_then_ends_as_if_nothing_had_
         return dcgan.distance(dcgan.generated(models["generator"], 500), held_out)
 
     options = ("--shards", "2", "--workers", "2", "--aggregation", "exact", "--max-restarts", "1", "--lease", "60")
-    run = Job(*options, str(EXAMPLES / "dcgan.py"), "--steps", "100", "--batch-size", "32")
+    run = Job(*options, str(EXAMPLES / "dcgan.py"), "--steps", "100", "--batch-size", "32", loads=WITH_TORCH)
     try:
         run.wait_until_ready()
         run.line(r"worker 0\] step +50 of 100")

@@ -8,13 +8,12 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from loaded_programs import WITH_TORCH, completed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -22,8 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(*command: str) -> str:
     """Standard output of a Python program, which must succeed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSD_")}
-    environ["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take the time of other tests
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=environ, check=False)
+    done = completed(command, env=environ, loads=WITH_TORCH, generations=1)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import damage
-from loaded_programs import Program, parent_of_programs
+from loaded_programs import WITH_TORCH, Program, parent_of_programs
 from plan import Plan
 from program import Options
 
@@ -68,20 +68,18 @@ class Process:
 
     Args:
         command: a program, and its arguments but for the first, which is the process id of its parent.
-        has_torch: in an interpreter that has torch loaded, too.
+        loads: a module that its interpreter has loaded, beside psd.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline, *, has_torch: bool = False
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], out: Path, log: Path, timeline: Timeline, *, loads: str = "") -> None:
         self.name = name
         self._timeline = timeline
         self.is_stopped = False
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PSD_")} | {"OPENBLAS_NUM_THREADS": "1"}
         program, *arguments = command
-        command = [program, str(parent_of_programs(has_torch=has_torch)), *arguments]
+        command = [program, str(parent_of_programs(loads)), *arguments]
         with out.open("ab") as out_file, log.open("ab") as log_file:
-            self._popen = Program(command, stdout=out_file, stderr=log_file, env=environ, has_torch=has_torch)
+            self._popen = Program(command, stdout=out_file, stderr=log_file, env=environ, loads=loads)
         self.pid = self._popen.pid
         timeline.note("start", name=name, pid=self.pid)
 
@@ -283,7 +281,7 @@ class WorkerActor:
         command = [str(HERE / "program.py"), options.to_json()]
         stem = Path(options.history).with_suffix("")
         files = stem.with_suffix(".out"), stem.with_suffix(".log")
-        return Process(name, command, *files, self._timeline, has_torch=options.learning is not None)
+        return Process(name, command, *files, self._timeline, loads=WITH_TORCH if options.learning is not None else "")
 
 
 def last_word(options: Options) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cells import NUMBERS, PER_LIFE, Counts, Gradients, initial, seen
 from learner_cells import MERGES_BY_DIRECTION, LearnerCells
-from loaded_programs import Program, parent_of_programs
+from loaded_programs import WITH_TORCH, Program, parent_of_programs
 from lossy_cells import FORMS, LOSSY, LossyCells, totals
 from merge_replay import MOMENTUM, Part, replayed
 from plan import Learning
@@ -256,8 +256,8 @@ def test_learner_when_a_call_fails_for_good_then_it_says_that_it_ends(tmp_path: 
         learning=vars(Learning(2, 1, 0)),
     )
 
-    command = [str(HERE / "program.py"), str(parent_of_programs(has_torch=True)), options.to_json()]
-    with Program(command, stderr=subprocess.PIPE, has_torch=True) as ended:
+    command = [str(HERE / "program.py"), str(parent_of_programs(WITH_TORCH)), options.to_json()]
+    with Program(command, stderr=subprocess.PIPE, loads=WITH_TORCH) as ended:
         said = ended.stderr.read()
 
     assert (ended.returncode, last_record(history)["e"]) == (1, "end"), said

@@ -59,7 +59,7 @@ def run() -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
     def begin(*args: object, environ: dict[str, str] | None = None) -> Process:
-        started.append(Process("psd.cli.run", *map(str, args), environ=environ))
+        started.append(Process("psd.cli.run", *map(str, args), environ=environ, generations=0))
         return started[-1]
 
     yield begin

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-from loaded_programs import Program
+from loaded_programs import WITH_TORCH, Program
 
 STEPS = 8
 UNDISTURBED = -sum(0.5 ** (step // 2) for step in range(STEPS))
@@ -29,7 +29,7 @@ def test_job_when_the_schedule_is_kept_then_the_worker_returns_at_the_rate_of_it
     def begin(rank: int, *arguments: str) -> Program:
         said = {"PSD_SERVERS": servers, "PSD_RANK": str(rank), "PSD_WORLD_SIZE": "2"}
         script = str(Path(__file__).with_name("scheduled_worker.py"))
-        return Program([script, *arguments], env=os.environ | said, has_torch=True)
+        return Program([script, *arguments], env=os.environ | said, loads=WITH_TORCH)
 
     with begin(0) as other:
         with begin(1, str(dies)) as killed:

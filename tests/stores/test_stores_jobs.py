@@ -53,7 +53,7 @@ def run(tmp_path, place):
 
     def begin(*options, steps, url=place, **more):
         words = ["--checkpoint-dir", url, "--grace", 60, *options, script, steps]
-        started.append(Job(*map(str, words), **more))
+        started.append(Job(*map(str, words), generations=0, **more))
         return started[-1]
 
     yield begin
