@@ -1,12 +1,12 @@
 """A table's partition after kill -9: a copy at every store of the protocol, and processes killed at random instants."""
 
-import shutil
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 from helpers_rules import Case
+from killed_vectors import copy_sparse_file
 from random_deaths import last_words_of_killed_processes
 from table_model import SGD, check_places, rows_of, spec_of
 
@@ -53,7 +53,7 @@ class Watcher:
             return
         if point == "row" and self.seen[point] % 5:
             return  # each writes to a place without a name
-        shutil.copyfile(self.path, self._copy)
+        copy_sparse_file(self.path, self._copy)
         found = TableStore.open(self._copy)
         state = self._state(found)
         check_places(found)
