@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_rules import Case, cases, update
+from helpers_rules import Case, cases, over, update
 
 from psd_core.rules import CLASSES, DelayedNesterov
 
@@ -18,7 +18,7 @@ four times that: Adadelta's average of squared updates feeds on itself, and so d
 TORCH_NAMES = {kind.rule: kind.__name__ for kind in CLASSES if kind.is_in_torch and not kind.always}
 
 everything = pytest.mark.parametrize("dtype", [np.float32, np.float64])
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_case = over("case", cases())
 
 
 def numbers(rng, n, dtype):
@@ -60,7 +60,7 @@ def torch(request):
 
 
 @everything
-@pytest.mark.parametrize("case", cases(*TORCH_NAMES), ids=str)
+@over("case", cases(*TORCH_NAMES))
 def test_a_hundred_steps_match_torch(torch, dtype, case, rng):
     start, grads = numbers(rng, 1001, dtype)
     theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
