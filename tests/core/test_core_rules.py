@@ -290,3 +290,18 @@ def test_nadams_product_of_momenta(step, momentum_decay):
     # exp_avg is 0.1 after the first gradient.
     expected = -(1 - last) / (1 - product) - 0.1 * following / (1 - product * following)
     np.testing.assert_allclose(param, expected, rtol=1e-12)
+
+
+def test_one_test_over_all_cases_names_the_one_that_fails():
+    """And runs those before it."""
+    seen = []
+
+    @over("value", [1, 2, 3])
+    def below(limit, value):
+        seen.append(value)
+        assert value < limit
+
+    below(limit=4)
+    with pytest.raises(AssertionError, match=r"^value: 2$"):
+        below(limit=2)
+    assert seen == [1, 2, 3, 1, 2]
