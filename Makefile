@@ -49,7 +49,7 @@ help:
 	@echo "make jepsen  jobs that are broken in every way that we know, for SECONDS, from SEED; failures are kept in build/jepsen"
 	@echo "make check-protocol   the real client and shards in every order of a small world's events, with one fault, for PROTOCOL_SECONDS each with two, and at random in larger worlds (two hours)"
 	@echo "make check-steps   armed steps: STEP_SEQUENCES random sequences against pushes, STEP_KILLS of shards under load, DAMAGED_STEPS under AddressSanitizer, threads under ThreadSanitizer (hours)"
-	@echo "make fuzz    every decoder, and lives of a state directory, with FUZZ_EXAMPLES random inputs each, 2000 by default: up to half an hour"
+	@echo "make fuzz    every decoder, lives of a state directory, codecs and vectors, with FUZZ_EXAMPLES random inputs each, 2000 by default: up to half an hour"
 	@echo "make bench   the dense step against other systems, latency, overlap, kernels: tables of ratios, in 3 minutes on a quiet machine"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make setup   only make .venv and build the kernels into it"
@@ -188,8 +188,10 @@ check-steps: $(INSTALLED)
 
 # What `make test` has with a few fixed inputs, with many random ones; how to repeat one that fails is printed.
 fuzz: $(INSTALLED)
-	@PSD_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) PSD_TEST_REQUESTS=100000 \
-		$(BIN)/python -m pytest tests/fuzz tests/rim/test_rim_malformed.py --timeout 0 $(PYTEST_FLAGS)
+	@PSD_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) PSD_TEST_REQUESTS=100000 PSD_TEST_BATCHES=9600 \
+		$(BIN)/python -m pytest tests/fuzz tests/rim/test_rim_malformed.py tests/contract/test_contract_frames.py \
+		tests/contract/test_contract_layout.py tests/core/test_codecs_reference.py tests/core/test_core_step_block.py \
+		tests/core/test_deltas.py tests/core/test_vector_batches.py --timeout 0 $(PYTEST_FLAGS)
 
 # Each of them has --help; benchmarks/ has more that take longer. All run, whichever failed before.
 bench: $(INSTALLED)

@@ -26,8 +26,13 @@ from psd.contract.environment import memory_directory
 from psd.rim.server import ShardServer
 from psd_client.lanes.steps import SteppingLanes
 
-# How long an example takes says how busy the machine is, and nothing of the code.
-settings.register_profile("psd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says how busy the machine is, and nothing of the code. Each run draws others; `make fuzz`, more.
+settings.register_profile(
+    "psd",
+    max_examples=int(os.environ.get("PSD_FUZZ_EXAMPLES", "0")) or 40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("psd")
 
 checked_locks.install()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -14,6 +15,7 @@ LINES_MAX = 500
 SOURCES = (".py", ".pyx", ".pyi", ".c", ".h", ".proto", ".toml", ".md", ".yaml", ".yml")
 
 
+@functools.cache
 def tracked():
     """The files that git knows, or, outside of a repository (an sdist), all below the project's folders."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -28,6 +30,18 @@ def sources(*suffixes, under=""):
     return [p for p in tracked() if p.suffix in (suffixes or SOURCES) and p.relative_to(ROOT).as_posix().startswith(under)]
 
 
+@functools.cache
+def text_of(path):
+    """A file's text: thirty tests look at it."""
+    return path.read_text()
+
+
+@functools.cache
+def lines_of(path):
+    """Its lines."""
+    return text_of(path).splitlines()
+
+
 def lines_with(pattern, files):
     """Places of a pattern, as file:line."""
     search = re.compile(pattern).search
@@ -35,7 +49,7 @@ def lines_with(pattern, files):
         f"{path.relative_to(ROOT)}:{number}"
         for path in files
         if path != Path(__file__)
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(lines_of(path), 1)
         if search(line)
     ]
 
@@ -43,7 +57,7 @@ def lines_with(pattern, files):
 def test_no_file_is_too_long():
     """A file has one purpose, and at most 500 lines."""
     long = {
-        str(p.relative_to(ROOT)): n for p in sources(".py", ".pyx", ".c", ".h") if (n := p.read_text().count("\n")) > LINES_MAX
+        str(p.relative_to(ROOT)): n for p in sources(".py", ".pyx", ".c", ".h") if (n := text_of(p).count("\n")) > LINES_MAX
     }
 
     assert long == {}
@@ -52,7 +66,7 @@ def test_no_file_is_too_long():
 def test_every_module_says_what_it_is_for():
     """Every module, test modules included, begins with a docstring."""
     begins = re.compile(r'(?:#.*\n)*"""\S').match  # to parse them all would take seconds
-    silent = [str(p.relative_to(ROOT)) for p in sources(".py") if not begins(p.read_text()) and p.name != "setup.py"]
+    silent = [str(p.relative_to(ROOT)) for p in sources(".py") if not begins(text_of(p)) and p.name != "setup.py"]
 
     assert silent == []
     assert len(modules()) > 50

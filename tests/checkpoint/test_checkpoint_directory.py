@@ -230,8 +230,14 @@ def test_final_checkpoint_when_an_earlier_run_has_left_parts_of_that_name_then_e
 # -- deletion ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-@pytest.mark.parametrize("states", list(itertools.product("vid", repeat=4)), ids="".join)
+STATES = [
+    *((keep, states) for keep in (1, 2) for states in itertools.product("vid", repeat=3)),
+    *((2, states) for states in itertools.product("vid", repeat=4) if states.count("v") >= 3),
+]
+"""Checkpoints, valid, interrupted and damaged, each before, between and behind as many valid ones as are kept, and one more."""
+
+
+@pytest.mark.parametrize(("keep", "states"), STATES, ids=lambda value: value if isinstance(value, int) else "".join(value))
 def test_collect_garbage_when_checkpoints_are_in_any_state_then_the_newest_valid_ones_stay(states, keep):
     directory = CheckpointDirectory(memory_url(), keep=keep)
     names = []

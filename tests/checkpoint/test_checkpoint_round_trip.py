@@ -27,7 +27,7 @@ from psd.contract.jobspec import JobSpec, TensorSpec
 from psd.contract.layout import Layout
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(spec=specs(), stored_on=SHARD_COUNTS, restored_on=SHARD_COUNTS)
 def test_read_blocks_when_the_shard_count_differs_then_every_number_is_as_it_was(spec, stored_on, restored_on):
     directory = CheckpointDirectory(memory_url())

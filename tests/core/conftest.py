@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -45,30 +46,31 @@ def no_forced_switches():
     sys.setswitchinterval(before)
 
 
-_VECTORS = ["-O2", "-ftree-vectorize"]  # -O3 would take half as long again to compile
+_VECTORS = ["-O2", "-ftree-vectorize"]  # -O3 would take half as long again to compile, and is how psd_core itself is built
 VARIANTS = {
     "unoptimised": ["-O0"],
-    "plain": ["-O3"],
+    "plain": _VECTORS,
     "fma": [*_VECTORS, "-mavx2", "-mfma"],
     "avx512f": [*_VECTORS, "-mavx512f"],
 }
 
 
 @pytest.fixture(scope="session", params=VARIANTS)
-def library(request, tmp_path_factory):
-    """Return the kernels, compiled for one fixed instruction set."""
+def library(request):
+    """Return the kernels, compiled for one fixed instruction set; only anew if their source has changed."""
     if COMPILER is None:
         pytest.skip("no C compiler")
     if request.param in ("fma", "avx512f") and request.param not in CPU_FLAGS:
         pytest.skip(f"this processor has no {request.param}")
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which all processes of this run share: it takes longer to compile than all tests with it
-    path = folder / f"kernels-{request.param}.so"
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    flags = [*_ALWAYS, *VARIANTS[request.param]]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    path = KEPT / f"{request.param}-{_digest(flags)}.so"
+    with (KEPT / f"{request.param}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # by all processes of all runs: it takes longer to compile than all tests with it
         if not path.exists():
-            _compile(path, VARIANTS[request.param])
+            for older in KEPT.glob(f"{request.param}-*"):
+                older.unlink()
+            _compile(path, flags)
     return ctypes.CDLL(str(path))
 
 
@@ -76,7 +78,22 @@ SOURCES = ("kernels", "half", "content", "ranks", "codec", "vector_f", "vector_i
 """Beginnings of the names of what has arithmetic: the stores are the same on every machine."""
 
 
-def _compile(path, variant):
+KEPT = CSRC.parents[1] / "build" / "test-kernels"
+_ALWAYS = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-DPSD_ONE_VERSION"]
+
+
+def _digest(flags):
+    """Of all that the compiler is given, and of itself."""
+    version = subprocess.run([COMPILER, "--version"], check=True, capture_output=True).stdout
+    found = hashlib.sha256(repr((version, flags)).encode())
+    for source in sorted(CSRC.glob("*.[ch]")):
+        found.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _compile(path, flags):
+    """Under another name until it is whole: another run may be killed."""
     sources = sorted(str(source) for source in CSRC.glob("*.c") if source.name.startswith(SOURCES))
-    flags = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-DPSD_ONE_VERSION", *variant]
-    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(path), "-lm"], check=True)
+    partial = path.with_suffix(".part")
+    subprocess.run([COMPILER, "-shared", "-fPIC", *flags, *sources, "-o", str(partial), "-lm"], check=True)
+    partial.rename(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +99,29 @@ class Case:
 
     def new_slots(self, param: Any, value: float = 0.0) -> list[Any]:
         return [np.full_like(param, value) for _ in self.slots]
+
+
+def over(name: str, values: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test for all values of an argument: each as a test of its own would take pytest longer than what it shows.
+
+    What fails is named.
+    """
+
+    def of(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def all_of_them(**others: Any) -> None:
+            for value in values:
+                try:
+                    test(**others, **{name: value})
+                except Exception as error:
+                    raise AssertionError(f"{name}: {value}") from error
+
+        signature = inspect.signature(test)
+        others = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        all_of_them.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]  # for pytest
+        return all_of_them
+
+    return of
 
 
 def update(rule: str, param: Any, grad: Any, *slots: Any, step: int = 1, **options: Any) -> None:

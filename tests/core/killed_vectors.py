@@ -1,16 +1,23 @@
-"""Files of vectors as a killed process leaves them: copies, what a store holds that opens them, and bytes that change."""
+"""Files as a killed process leaves them: copies, what a store of vectors holds that opens them, and bytes that change."""
 
 import os
+
+import numpy as np
 
 
 def copy_sparse(source, target):
     """Copy a directory's files, holes as holes."""
     target.mkdir()
     for path in source.iterdir():
-        with path.open("rb") as old, (target / path.name).open("wb") as new:
-            new.truncate(os.fstat(old.fileno()).st_size)
-            for at, nbytes in data_of(old):
-                os.pwrite(new.fileno(), os.pread(old.fileno(), nbytes, at), at)
+        copy_sparse_file(path, target / path.name)
+
+
+def copy_sparse_file(source, target):
+    """Copy a file, holes as holes: most of a store's file is one."""
+    with source.open("rb", buffering=0) as old, target.open("wb", buffering=0) as new:
+        new.truncate(os.fstat(old.fileno()).st_size)
+        for at, nbytes in data_of(old):
+            os.pwrite(new.fileno(), os.pread(old.fileno(), nbytes, at), at)
 
 
 def data_of(file):
@@ -40,13 +47,15 @@ def places_to_change(path, rng, count):
         used = [
             at + int(place)
             for at, nbytes in stretches
-            for place in rng.choice(nonzero(os.pread(file.fileno(), nbytes, at)) or [0], count)
+            for place in rng.choice(nonzero(os.pread(file.fileno(), nbytes, at)), count)
         ]
     return [int(place) for found in (anywhere, used) if found for place in rng.choice(found, count // 2)]
 
 
 def nonzero(data):
-    return [place for place, byte in enumerate(data) if byte]
+    """The places of bytes that are not 0, or the first."""
+    places = np.flatnonzero(np.frombuffer(data, np.uint8))
+    return places if len(places) else np.zeros(1, np.int64)
 
 
 def change(path, place, by):

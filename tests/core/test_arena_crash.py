@@ -2,7 +2,6 @@
 
 import multiprocessing
 import random
-import shutil
 import signal
 import sys
 from collections import Counter
@@ -20,6 +19,7 @@ from arena_workload import (
     run,
     versions,
 )
+from killed_vectors import copy_sparse_file
 from random_deaths import last_word_of_a_killed_process
 
 from psd_core.arena import CRASH_POINTS, Arena
@@ -92,7 +92,7 @@ def test_a_copy_taken_at_every_step_opens(has_planes, memory_path):
         if not (memory_path / "state" / "arena").exists():
             return
         for path in (memory_path / "state").glob("[ap]*"):  # the arena, and its planes
-            shutil.copyfile(path, copies / path.name)
+            copy_sparse_file(path, copies / path.name)
         arena = Arena.open(copies)
         check(arena, journal)
         arena.close(remove=True)

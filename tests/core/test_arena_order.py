@@ -169,5 +169,5 @@ class AnyOrder(RuleBasedStateMachine):
         self.path.rmdir()
 
 
-AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+AnyOrder.TestCase.settings = settings(stateful_step_count=15, deadline=None)
 TestAnyOrderOfCalls = AnyOrder.TestCase

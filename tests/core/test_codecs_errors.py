@@ -8,6 +8,7 @@ import codec_model as model
 import numpy as np
 import pytest
 from codec_model import CHUNK, CODECS, DENSE, F32, ROUNDING, SCALES
+from helpers_rules import over
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,10 +166,11 @@ def test_what_rounds_nothing_refuses_to_round_at_random(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("n", "at"), [(1, 0), (300, 255), (300, 256), (300, 299), (100_003, 0), (100_003, 70_001)])
-def test_a_number_that_is_not_finite_is_named_and_the_residual_stays(codec, bad, n, at, rng):
+@over("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@over("place", [(1, 0), (300, 255), (300, 256), (300, 299), (100_003, 0), (100_003, 70_001)])
+def test_a_number_that_is_not_finite_is_named_and_the_residual_stays(codec, bad, place, rng):
     """The first of several, with and without a residual."""
+    n, at = place
     values, residual = rng.standard_normal((2, n)).astype(F32)
     values[[at, -1]] = bad
     before = residual.copy()

@@ -10,6 +10,7 @@ import codec_model as model
 import numpy as np
 import pytest
 from codec_model import CODECS, DENSE, F32, ROUNDING
+from helpers_rules import over
 
 from psd_core import codecs
 
@@ -72,9 +73,9 @@ def tame(rng, n):
     return rng.standard_normal(n).astype(F32)
 
 
-@pytest.mark.parametrize("numbers", [wild, tame])
-@pytest.mark.parametrize("seed", [None, 99])
-@pytest.mark.parametrize("codec", DENSE)
+@over("numbers", [wild, tame])
+@over("seed", [None, 99])
+@over("codec", DENSE)
 def test_every_instruction_set_gives_the_same_bits(library, codec, seed, numbers, rng):
     """Data, what is lost, decoded numbers and sums; whole blocks and a part of one."""
     if seed is not None and codec not in ROUNDING:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from helpers_half import EXPONENTS, F32, PATTERNS, each_kind, finite, gradient, half_block, reference, typed
-from helpers_rules import Case, cases
+from helpers_rules import Case, cases, over
 
 import psd_core
 
@@ -124,9 +124,9 @@ def test_extremes_are_finite(kind, n):
 
 
 @each_kind
-@pytest.mark.parametrize("mantissa", [0, 1, 0x40])
-@pytest.mark.parametrize("sign", [0, 0x8000])
-@pytest.mark.parametrize("at", [0, 1, 511, 512, 513, 1500, 1999])
+@over("mantissa", [0, 1, 0x40])
+@over("sign", [0, 0x8000])
+@over("at", [0, 1, 511, 512, 513, 1500, 1999])
 def test_first_nonfinite_finds_the_first(kind, mantissa, sign, at):
     bits = np.full(2000, EXPONENTS[kind] - 1, np.uint16)
     bits[[at, -1]] = EXPONENTS[kind] | mantissa | sign
@@ -192,8 +192,8 @@ SOURCES = list(itertools.product([False, True], [1.0, 0.3], [1.0, 1 / 3]))
 
 
 @each_kind
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("case", [PLAIN, SGD, ADAM], ids=str)
+@over("n", LENGTHS)
+@over("case", [PLAIN, SGD, ADAM])
 def test_a_block_of_any_length_is_stepped_as_by_the_widened_gradient(kind, case, n):
     """With and without an accumulator, with factors that are 1 and that are not."""
     for acc, weight, scale in SOURCES:
@@ -201,7 +201,7 @@ def test_a_block_of_any_length_is_stepped_as_by_the_widened_gradient(kind, case,
 
 
 @each_kind
-@pytest.mark.parametrize("case", cases() + cases("lamb"), ids=str)
+@over("case", cases() + cases("lamb"))
 def test_every_rule_steps_segments_as_by_the_widened_gradient(kind, case):
     """Touched and untouched ones, at different steps, which end off the grid of tiles."""
     lengths, touched, steps = [300, 7, 0, 205, 256, 1, 300], [1, 0, 1, 1, 1, 0, 1], [0, 4, 2, 9, 9, 0, 1]

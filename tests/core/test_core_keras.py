@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_rules import Case, keras_cases
+from helpers_rules import Case, keras_cases, over
 
 STEPS = 100
 TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
@@ -58,7 +58,7 @@ FORMULAS = {"sgd": sgd, "adam": adam, "adagrad": adagrad, "adamax": adamax, "rms
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("case", keras_cases(), ids=str)
+@over("case", keras_cases())
 def test_a_hundred_steps_match_keras_formulas(dtype, case, rng):
     """With a learning rate that changes, and an epsilon large enough to show where it is."""
     param = rng.standard_normal(301).astype(dtype)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import vector_words as ops
-from helpers_rules import cases
+from helpers_rules import cases, over
 
 import psd_core
 from psd_core.reductions import unpack_answers
@@ -112,7 +112,7 @@ def tame_numbers(rng, shape, dtype):
     return rng.standard_normal(shape).astype(dtype)
 
 
-@pytest.mark.parametrize("case", cases() + cases("lamb"), ids=str)
+@over("case", cases() + cases("lamb"))
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_every_instruction_set_gives_the_same_bits(library, case, rng):
     """In both precisions, at a first step and at a later one, with numbers of any magnitude."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_rules import Case, cases, update
+from helpers_rules import Case, cases, over, update
 
 from psd_core.rules import CLASSES, DelayedNesterov
 
@@ -18,7 +18,7 @@ four times that: Adadelta's average of squared updates feeds on itself, and so d
 TORCH_NAMES = {kind.rule: kind.__name__ for kind in CLASSES if kind.is_in_torch and not kind.always}
 
 everything = pytest.mark.parametrize("dtype", [np.float32, np.float64])
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_case = over("case", cases())
 
 
 def numbers(rng, n, dtype):
@@ -60,7 +60,7 @@ def torch(request):
 
 
 @everything
-@pytest.mark.parametrize("case", cases(*TORCH_NAMES), ids=str)
+@over("case", cases(*TORCH_NAMES))
 def test_a_hundred_steps_match_torch(torch, dtype, case, rng):
     start, grads = numbers(rng, 1001, dtype)
     theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
@@ -290,3 +290,18 @@ def test_nadams_product_of_momenta(step, momentum_decay):
     # exp_avg is 0.1 after the first gradient.
     expected = -(1 - last) / (1 - product) - 0.1 * following / (1 - product * following)
     np.testing.assert_allclose(param, expected, rtol=1e-12)
+
+
+def test_one_test_over_all_cases_names_the_one_that_fails():
+    """And runs those before it."""
+    seen = []
+
+    @over("value", [1, 2, 3])
+    def below(limit, value):
+        seen.append(value)
+        assert value < limit
+
+    below(limit=4)
+    with pytest.raises(AssertionError, match=r"^value: 2$"):
+        below(limit=2)
+    assert seen == [1, 2, 3, 1, 2]

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers_rules import update
+from helpers_rules import over, update
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,8 +66,8 @@ def test_sgd_nesterov_and_maximize_by_hand(dtype):
 
 
 @everything
-@pytest.mark.parametrize("n", [0, 1, 3, 257, 1001])
-@pytest.mark.parametrize("flags", FLAGS, ids=name_of)
+@over("n", [0, 1, 3, 257, 1001])
+@over("flags", FLAGS)
 def test_sgd_one_step_is_within_4_ulps_of_a_float64_oracle(dtype, n, flags, rng):
     """Each result is rounded at most once per operation: 4 ulps of the largest term that goes into it."""
     param, grad, buffer = (rng.standard_normal((3, n)) + 3).astype(dtype)
@@ -82,7 +82,7 @@ def test_sgd_one_step_is_within_4_ulps_of_a_float64_oracle(dtype, n, flags, rng)
 
 
 @everything
-@pytest.mark.parametrize("flags", TORCH_FLAGS, ids=name_of)
+@over("flags", TORCH_FLAGS)
 def test_sgd_a_hundred_steps_match_torch(dtype, flags, rng):
     torch = pytest.importorskip("torch")
     start, grads = rng.standard_normal(101).astype(dtype), rng.standard_normal((100, 101)).astype(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers_rules import Case, cases, make_block
+from helpers_rules import Case, cases, make_block, over
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +69,7 @@ def test_a_block_is_the_rule_on_each_touched_segment(case, parts, sources, weigh
     assert_same(block, expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@over("case", CASES)
 def test_a_block_of_every_case_with_untouched_segments_and_different_steps(case):
     """Each segment has the bias correction of its own step; untouched ones keep parameter, slots and step."""
     block = make_block(case, [300, 7, 300, 1, 300], [1, 0, 1, 1, 0], [0, 4, 9, 9, 0])
@@ -111,7 +111,7 @@ def test_two_contributions_by_hand():
     assert block["steps_out"].tolist() == [1, 5]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@over("case", CASES)
 def test_in_place_gives_the_bits_of_out_of_place(case):
     lengths, touched, steps = [1000, 1, 0, 2000, 77], [1, 0, 1, 1, 0], [0, 0, 3, 7, 2]
     apart, in_place = make_block(case, lengths, touched, steps), make_block(case, lengths, touched, steps)
@@ -123,7 +123,7 @@ def test_in_place_gives_the_bits_of_out_of_place(case):
     assert_same(in_place, outputs(apart))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@over("case", CASES)
 def test_no_input_is_modified(case):
     def frozen(array):
         return np.frombuffer(array.tobytes(), array.dtype)  # read-only memory

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers_rules import Case
+from killed_vectors import change, copy_sparse_file
 from table_model import SGD, check_places, rows_of, spec_of
 
 from psd_core._store_format import ArenaCorrupt
@@ -40,17 +44,25 @@ class Left:
 
     path: Path
     case: Case
-    data: bytes
-    parts: dict[str, list[int]] = field(default_factory=dict)
+    kept: Path
+    parts: dict[str, Any] = field(default_factory=dict)
 
-    def opened(self, data: bytes | bytearray) -> TableStore:
-        self.path.write_bytes(data)
+    @cached_property
+    def data(self) -> bytes:
+        return self.kept.read_bytes()
+
+    def opened(self, place: int = 0, bits: int = 0) -> TableStore:
+        """The store, some bits of whose byte at a place have changed."""
+        copy_sparse_file(self.kept, self.path)
+        if bits:
+            change(self.path, place, bits)
         return TableStore.open(self.path)
 
     def state(self, store: TableStore) -> list[object]:
         """All that a caller can see of a partition but marks of use, and what it does with the next step."""
         check_places(store)
-        seen: list[object] = [rows_of(store), store.notes().tolist()]
+        rows = rows_of(store)
+        seen: list[object] = [rows, store.notes().tolist()]
         seen.append({name: value for name, value in store.counters().items() if name not in ("reads", "hits")})
         with store.snapshot(None) as snapshot:
             seen.append(snapshot.history.tobytes())
@@ -58,16 +70,10 @@ class Left:
         removed = np.empty(end - first, np.uint64)
         store._partition.removed(first, removed)
         seen.append(removed.tolist())
-        some = np.array(sorted(rows_of(store))[:50], np.uint64)
+        some = np.array(heapq.nsmallest(50, rows), np.uint64)
         store.push(some, np.ones((len(some), store.spec.dim), np.float32), self.case.named)
         seen.append(rows_of(store))
         return seen
-
-
-def flipped(data, place, bits):
-    changed = bytearray(data)
-    changed[place] ^= bits
-    return changed
 
 
 def words(data, region):
@@ -84,13 +90,13 @@ def parts_of(store, data, is_applied):
     row_bytes = 4 * store.spec.layout.width - (2 * (store.spec.dim // 2 * 2) if store.spec.dtype == "bfloat16" else 0)
     first, removals = store._partition.removals()
     length, entry_bytes = regions[REMOVALS][1] // 8, regions[LOG][1] // (2 * LOG_MAX)
-    watched = [at for at in range(HEAD_BYTES) if at not in USED]
+    watched, rows = np.setdiff1d(np.arange(HEAD_BYTES), USED), np.array(places["rows"])
     parts = {
         "superblock": [at for at in range(4096) if data[at]],
         "commit": [control],
         "root": range(root, root + half),
-        "heads": [regions[HEADS][0] + HEAD_BYTES * row + at for row in places["rows"] for at in watched],
-        "rows": [regions[ROWS][0] + row_bytes * row + at for row in places["rows"] for at in range(row_bytes)],
+        "heads": (regions[HEADS][0] + HEAD_BYTES * rows[:, None] + watched).ravel(),
+        "rows": (regions[ROWS][0] + row_bytes * rows[:, None] + np.arange(row_bytes)).ravel(),
         "removals": [regions[REMOVALS][0] + number % length * 8 + at for number in range(first, removals) for at in range(8)],
         "log": range(regions[LOG][0], regions[LOG][0] + entry_bytes * store._partition.logged),
     }
@@ -105,17 +111,17 @@ def parts_of(store, data, is_applied):
             start, entries = words(data, regions[region])
             numbers = np.flatnonzero((entries & 0xFFFFFFFF != 0) & (entries & 0xFFFFFFFF != 0xFFFFFFFF))
             parts.setdefault("index", []).extend((start + 8 * numbers[:, None] + np.arange(8)).ravel().tolist())
-    return {name: list(found) for name, found in parts.items() if len(found)}
+    return {name: found for name, found in parts.items() if len(found)}
 
 
 def trained(path, case, *, dies_in=None, rows_max=250, new=35, pushes=14, **options):
     """The file after pushes that grow the index and evict, removals, expiry; or as a death between a push's commit and its end
     leaves it."""
-    kept = []
+    kept = path.with_name("kept")
 
     def crash_point(point):
-        if point == "backs" and number == dies_in:
-            kept.append(path.read_bytes())
+        if point == "backs" and number == dies_in and not kept.exists():
+            copy_sparse_file(path, kept)
 
     options |= {"notes": 2, "push_max": 4096}
     spec = spec_of(case, max_rows=rows_max, **options)
@@ -126,18 +132,23 @@ def trained(path, case, *, dies_in=None, rows_max=250, new=35, pushes=14, **opti
         grads = rng.standard_normal((len(ids), spec.dim)).astype(np.float32)
         scalars = case.named | {"lr": 0.5 ** (number % 7)}
         store.push(ids, grads, scalars, clock=number, notes=np.array([number, 1 << 63], np.uint64))
-        if kept:
+        if kept.exists():
             break
-    if not kept:
+    if is_applied := not kept.exists():
         store.remove(np.arange(0, rows_max, 7))
         store.write(np.arange(20), np.ones((20, spec.layout.width), np.float32), clock=pushes)
         store.expire(pushes, 6)
         store.read(np.arange(rows_max), clock=pushes)
     store.close(remove=False)  # as death leaves it
-    data = kept[0] if kept else path.read_bytes()
-    left = Left(path, case, data)
-    found = left.opened(data)
-    left.parts = parts_of(found, data, not kept)
+    if is_applied:
+        copy_sparse_file(path, kept)
+    return seen(Left(path, case, kept), is_applied=is_applied)
+
+
+def seen(left, *, is_applied=True):
+    """What a process has left, with its parts."""
+    found = left.opened()
+    left.parts = parts_of(found, left.data, is_applied)
     found.close(remove=False)
     return left
 
@@ -151,11 +162,10 @@ def growing(path):
         store.push(np.arange(start, start + count), np.ones((count, 1), np.float32), SGD.named, distinct=True)
         start, count = start + count, 32
     store.close(remove=False)
-    left = Left(path, SGD, path.read_bytes())
-    found = left.opened(left.data)
-    assert found._partition.is_moving
-    left.parts = parts_of(found, left.data, is_applied=True)
-    found.close(remove=False)
+    kept = path.with_name("kept")
+    copy_sparse_file(path, kept)
+    left = seen(Left(path, SGD, kept))
+    assert "index" not in left.parts  # it is moving
     return left
 
 
@@ -178,25 +188,27 @@ def test_every_byte_of_what_was_committed_is_watched(left):
     rng = random.Random(11)
     assert {"superblock", "commit", "root", "heads", "rows"} <= set(left.parts)
     for part, places in left.parts.items():
-        for place in sorted(rng.sample(places, min(SAMPLES, len(places)))):
+        for number in sorted(rng.sample(range(len(places)), min(SAMPLES, len(places)))):
+            place = int(places[number])
             with pytest.raises(ArenaCorrupt) as refused:
-                left.opened(flipped(left.data, place, rng.randrange(1, 256))).close(remove=False)
+                left.opened(place, rng.randrange(1, 256)).close(remove=False)
             assert str(refused.value).startswith(f"{left.path}: {NAMED.get(part, '')}"), (part, place)
 
 
 def test_a_change_of_any_other_byte_changes_no_row(left):
     """Marks of use, places that are spare, what lies behind the last entry: it is refused, or everything is as it was."""
     rng = random.Random(12)
-    store = left.opened(left.data)
+    store = left.opened()
     regions, expected = store._partition.regions, left.state(store)
     store.close(remove=False)
     refused = 0
     for start, size in [(0, len(left.data)), *regions]:
         data = np.frombuffer(left.data, np.uint8, size, start)
-        candidates = (start + np.flatnonzero(data)).tolist() or [start]
+        used = start + np.flatnonzero(data)
+        candidates = used if len(used) else [start]
         for place in [rng.choice(candidates) for _ in range(15)] + [start + rng.randrange(max(1, size)) for _ in range(5)]:
             try:
-                store = left.opened(flipped(left.data, min(place, len(left.data) - 1), 1 << rng.randrange(8)))
+                store = left.opened(min(place, len(left.data) - 1), 1 << rng.randrange(8))
             except ArenaCorrupt:
                 refused += 1
                 continue
@@ -208,12 +220,12 @@ def test_a_change_of_any_other_byte_changes_no_row(left):
 def test_a_mark_of_use_that_has_changed_is_believed(memory_path):
     """It is stored in place, by whoever reads, and decides no more than which row goes."""
     left = LEFT["Adam in bfloat16"](memory_path / "table")
-    store = left.opened(left.data)
+    store = left.opened()
     start, place = store._partition.regions[HEADS][0], store._partition.places()["rows"][3]
     expected = left.state(store)
     store.close(remove=False)
 
-    store = left.opened(flipped(left.data, start + HEAD_BYTES * place + USED[0], 0x40))
+    store = left.opened(start + HEAD_BYTES * place + USED[0], 0x40)
 
     assert left.state(store) == expected
     store.close(remove=True)
@@ -222,7 +234,9 @@ def test_a_mark_of_use_that_has_changed_is_believed(memory_path):
 def test_a_page_of_zeros_is_found_in_rows_heads_and_index(memory_path):
     """Damage is seldom one byte."""
     left = LEFT["Adam in bfloat16"](memory_path / "table")
+    whole = left.data
     for part in ("heads", "rows", "index", "spares"):
         start = left.parts[part][len(left.parts[part]) // 2] // 64 * 64
+        left.kept.write_bytes(whole[:start] + bytes(4096) + whole[start + 4096 :])
         with pytest.raises(ArenaCorrupt):
-            left.opened(left.data[:start] + bytes(4096) + left.data[start + 4096 :])
+            left.opened()

@@ -1,6 +1,7 @@
 """Batches on server-side vectors against NumPy: every bit, for any number of shards, sent once or again."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -33,9 +34,15 @@ def whole(stores, name):
     return np.concatenate([store.read(name) for store in stores])
 
 
-@pytest.mark.parametrize(("specs", "shards", "batches"), [(SMALL, 1, 9600), (LARGE, 2, 200), (LARGE, 3, 200)])
+BATCHES = int(os.environ.get("PSD_TEST_BATCHES", "2400"))
+"""Of small vectors."""
+
+
+@pytest.mark.parametrize(
+    ("specs", "shards", "batches"), [(SMALL, 1, BATCHES), (LARGE, 2, BATCHES // 24), (LARGE, 3, BATCHES // 24)]
+)
 def test_random_batches_are_those_of_numpy(specs, shards, batches, memory_path, rng):
-    """10,000 batches: vectors and answers have the bits of the model. Every third batch is sent twice."""
+    """Thousands of batches: vectors and answers have the bits of the model. Every third batch is sent twice."""
     stores, model = stores_of(memory_path, shards, specs), Model(specs)
     for number in range(1, batches + 1):
         batch = random_batch(rng, specs)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 EXAMPLES = int(os.environ.get("PSD_FUZZ_EXAMPLES", "0"))
 
 fuzzed = settings(
-    max_examples=EXAMPLES or 30,
+    max_examples=EXAMPLES or 12,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,

@@ -13,11 +13,11 @@ from psd.contract.wire import Kind
 
 pytestmark = pytest.mark.slow
 
-STATES = 60
-"""To look at in each setting."""
+STATES = 25
+"""To look at in each setting; `make check-protocol` looks at all of them."""
 
-SEEN = ("armed-sync", "armed-quorum", "armed-async", "armed-ssp", "armed-stop", "armed-cuts", "armed-readers")
-"""Others are left to `make check-protocol`."""
+SEEN = ("armed-quorum", "armed-stop", "armed-cuts", "armed-readers")
+"""Others are left to `make check-protocol`; the three kinds of consistency alone are seen whole below."""
 
 SMALL = Setting("planted", has_armed=True, early_steps=2, steps=3, faults=frozenset(), budget=0)
 """Whose workers are armed when the search begins, and make one step more."""

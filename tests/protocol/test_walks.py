@@ -17,6 +17,7 @@ NAMED = {setting.name: setting for setting in WALKS}
 IN_OTHERS = (
     *("sync", "quorum", "norms", "async", "ssp:2", "parts", "parts-exact", "fragments", "tables"),
     *("residuals", "residuals-exact", "residuals-quorum", "armed-quorum-large", "armed-ssp-large"),
+    *("exact-quorum", "tables-async"),
 )
 """Left to `make check-protocol`: all that these have is in others, two things at a time."""
 

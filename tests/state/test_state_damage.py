@@ -23,7 +23,7 @@ from psd_core.vector import VectorSpec
 from psd_core.vector_operations import Operations
 
 SMALL = Limits(workers_max=1, table_bytes_max=1 << 19, push_ids_max=16)
-SAMPLES = 24
+SAMPLES = 12
 """Bytes of each file that are changed in turn."""
 
 FILES = {"arena", "boot", "barriers", "orders", "client-state-0", "table-0", "table-1"} | {

@@ -258,7 +258,7 @@ class Exit:
     ends: Life
 
 
-SOME = 7
+SOME = 11
 """Steps from one failure to the next, where another exit has the same steps."""
 EACH_STEP = ("a job goes back", "values come", "vectors grow", "a process goes on")
 

@@ -67,7 +67,7 @@ class Loop:
 def test_all_workers_make_the_same_steps_in_whatever_order_things_happen(mode: str, tmp_path: Path) -> None:
     """Drawn orders of steps, stops by any workers, returns of workers as new sessions, and kills of the shard."""
     stopped_late = 0
-    for seed in range(80):
+    for seed in range(40):
         draw = random.Random(seed)
         driver = Driver(job_spec(3, mode=mode), state_dir=str(tmp_path / f"{seed}"))
         loops = [Loop(driver, seat) for seat in driver.start()]
@@ -94,7 +94,7 @@ def test_all_workers_make_the_same_steps_in_whatever_order_things_happen(mode: s
         assert ended <= {first_stop}, "the first word is the earliest"
         stopped_late += first_stop > 2
         driver.shard.close(keep=False)
-    assert stopped_late > 20
+    assert stopped_late > 10
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("sync", 3), ("ssp:4", 6), ("async", 6)])
