@@ -179,10 +179,12 @@ check-protocol: $(INSTALLED)
 check-steps: $(INSTALLED)
 	@status=0; \
 	PSD_STEP_SEQUENCES=$(STEP_SEQUENCES) PSD_STEP_KILLS=$(STEP_KILLS) $(BIN)/python -m pytest --timeout 0 \
-		tests/rim/test_rim_steps_alike.py tests/rim/test_rim_steps_killed.py $(PYTEST_FLAGS) || status=$$?; \
+		tests/rim/test_rim_steps_alike.py tests/rim/test_rim_row_steps_alike.py tests/rim/test_rim_steps_killed.py \
+		$(PYTEST_FLAGS) || status=$$?; \
 	PSD_STEP_PUSHES=5000 .ci/sanitized thread tests/core/test_steps_threads.py tests/rim/test_rim_steps_together.py \
-		tests/rim/test_rim_steps_revoked.py || status=$$?; \
+		tests/rim/test_rim_steps_revoked.py tests/rim/test_rim_row_steps_rounds.py || status=$$?; \
 	PSD_DAMAGED_STEPS=$(DAMAGED_STEPS) .ci/sanitized address tests/rim/test_rim_steps_damaged.py \
+		tests/rim/test_rim_row_steps_damaged.py tests/rim/test_rim_row_steps_rounds.py \
 		tests/core/test_steps_threads.py tests/core/test_worker_steps.py || status=$$?; \
 	exit $$status
 

@@ -71,14 +71,14 @@ BLOCK_HOW = {**WITH_SHARED, "depends": BLOCK_DEPENDS}
 BLOCKS = [f"psd_core/csrc/{name}.c" for name in ("block", "block_pages")]
 block = Extension("psd_core._block", sources=["psd_core/_block.pyx", *BLOCKS], **BLOCK_HOW)
 ranks = Extension("psd_core._ranks", sources=["psd_core/_ranks.pyx"], **BLOCK_HOW)
-STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop", "step_tables")]
+STEPS = [f"psd_core/csrc/{name}.c" for name in ("steps", "step_loop")]
 steps = Extension("psd_core._steps", sources=["psd_core/_steps.pyx", *STEPS], **BLOCK_HOW)
 worker_steps = Extension(
     "psd_core._worker_steps", sources=["psd_core/_worker_steps.pyx", "psd_core/csrc/worker_steps.c"], **KERNELS_HOW
 )
 arena = Extension("psd_core._arena", sources=["psd_core/_arena.pyx"], **WITH_SHARED)
 table = Extension("psd_core._table", sources=["psd_core/_table.pyx", *TABLES], **BLOCK_HOW)
-tables = Extension("psd_core._tables", sources=["psd_core/_tables.pyx"], **BLOCK_HOW)
+tables = Extension("psd_core._tables", sources=["psd_core/_tables.pyx", "psd_core/csrc/step_tables.c"], **BLOCK_HOW)
 distinct = Extension(
     "psd_core._distinct", sources=["psd_core/_distinct.pyx", "psd_core/csrc/distinct.c"], depends=HEADERS, **HOW
 )

@@ -52,7 +52,7 @@ cdef class Steps:
         self.ranks, self.record, self.tables = ranks, record, tables
         if tables is not None:
             s.tables = &tables.tables
-            assert tables.tables.workers <= ranks.ranks.count
+            assert tables.tables.workers <= ranks.ranks.count and tables.tables.scalars == <size_t>len(low)
             for i in range(tables.tables.count):
                 for k in range(tables.tables.partition[i].scalars):
                     assert tables.tables.partition[i].at[k] < <size_t>len(low)

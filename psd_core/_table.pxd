@@ -1,6 +1,8 @@
 """The C store of a table's partition, as _tables.pyx sees it."""
 
-from psd_core._table_c cimport psd_table, pthread_mutex_t
+from libc.stdint cimport intptr_t
+
+from psd_core._table_c cimport psd_sums, psd_table, pthread_mutex_t
 
 
 cdef class Mutex:
@@ -14,3 +16,9 @@ cdef class Partition:
     cdef bint is_attached, has_lock
     cdef object on_store
     cdef readonly Mutex writing
+
+
+cdef class Sums:
+    cdef psd_sums sums
+    cdef readonly intptr_t dim
+    cdef bint is_ready

@@ -98,10 +98,6 @@ cdef class Mutex:
 cdef class Sums:
     """Sums of rows by id. One thread at a time."""
 
-    cdef psd_sums sums
-    cdef readonly intptr_t dim
-    cdef bint is_ready
-
     def __cinit__(self, intptr_t dim):
         assert dim > 0
         self.dim = dim
@@ -128,10 +124,16 @@ cdef class Sums:
 
     def add(self, double weight):
         """Add weight * gradient to the sum of each id that was made ready."""
+        self.sums.is_touched = True
         if self.is_ready:
             self.is_ready = False
             with nogil:
                 psd_sums_add(&self.sums, self.dim, weight)
+
+    @property
+    def is_touched(self):
+        """True if something was added, perhaps of no row."""
+        return self.sums.is_touched != 0
 
     def clear(self):
         """Forget all sums, and keep the memory."""

@@ -139,6 +139,7 @@ cdef extern from "table.h" nogil:
         intptr_t count
         uint64_t *ids
         float *values
+        int is_touched
     int psd_sums_prepare(psd_sums *, const uint64_t *, const float *, intptr_t, intptr_t) noexcept
     void psd_sums_add(psd_sums *, intptr_t, double) noexcept
     void psd_sums_clear(psd_sums *) noexcept

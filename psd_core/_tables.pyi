@@ -1,18 +1,26 @@
 import threading
 
-from psd_core.table import TableStore
+from psd_core._ranks import Ranks
+from psd_core.table import RowSums, TableStore
 
 class TablesCore:
     lock: threading.Lock
     version: int
     unit: int
-    is_open: bool
     has_tickets: bool
+    is_lent: bool
+    is_due: bool
+    has_sum: bool
+    has_steps: bool
     def __init__(
         self,
         stores: list[tuple[TableStore, list[int], int]],
+        sums: list[RowSums],
         workers: int,
+        scalars: int,
         has_rounds: bool,
+        is_mean: bool,
+        quorum: int,
         shards: int,
         shard: int,
         ids_max: int,
@@ -20,7 +28,17 @@ class TablesCore:
     @property
     def updates(self) -> int: ...
     @property
-    def times(self) -> tuple[float | None, list[int], float]: ...
+    def times(self) -> tuple[bool, float | None, list[int], float]: ...
+    def on_gradient(self, rank: int, now: float, waited: int) -> None: ...
+    def on_close(self, now: float, waited: int) -> None: ...
+    def attend(self, ranks: Ranks, measures_ranks: bool) -> None: ...
+    def open(self) -> None: ...
+    def note(self, rank: int, session: int, since: int, weight: float, scalars: tuple[float, ...]) -> None: ...
+    @property
+    def contributors(self) -> int: ...
+    def session_of(self, rank: int) -> int: ...
+    @property
+    def round(self) -> tuple[dict[int, int], float, tuple[int, int, tuple[float, ...]] | None]: ...
     @property
     def ages(self) -> tuple[list[int], int]: ...
     def clock(self, table: int) -> int: ...

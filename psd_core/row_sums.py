@@ -63,6 +63,11 @@ class RowSums:
         self._sums.clear()
 
     @property
+    def is_touched(self) -> bool:
+        """True if something was added, perhaps of no row."""
+        return self._sums.is_touched
+
+    @property
     def ids(self) -> NDArray[np.uint64]:
         """Distinct ids, in the order of their first gradients: a view, valid until the next change."""
         return np.asarray(self._sums.ids()) if len(self) else np.empty(0, np.uint64)

@@ -154,9 +154,10 @@ class Job:
         self.tables: TablesBlock | None = None
         self.tables_index = self.layout.tables_block(shard_index)
         if self.tables_index is not None:
-            times = RoundTimes(now, on_awaited if first is None else None)
             checks = RowChecks(spec, shard_index, shard_count, limits)
-            self.tables = TablesBlock(self.tables_index, spec, stores_of(), rounds, times, checks, wall, rules)
+            self.tables = TablesBlock(
+                self.tables_index, spec, stores_of(), rounds, checks, now, wall, rules, measures_ranks=first is None
+            )
             self._trained.append(self.tables)
         self.block_count = len(self.blocks) + (self.tables is not None)
         self.trained_count = len(self._trained)
@@ -319,14 +320,12 @@ class Job:
     @property
     def round_times(self) -> Histogram:
         """Seconds from the first gradient of a round to its update, of each block."""
-        by_steps = [] if self.tables is None else [self.tables.step_times[0]]
-        return total([*[block.times.closed for block in self._trained], *by_steps])
+        return total([block.times.closed for block in self._trained])
 
     @property
     def round_closed_at(self) -> float | None:
         """Time at which the last round of a block closed; None: none has, in this process."""
         found = [block.times.closed_at for block in self._trained]
-        found += [] if self.tables is None else [self.tables.step_times[1]]
         return max([at for at in found if at is not None], default=None)
 
     @property

@@ -15,21 +15,12 @@ static int bits(const uint64_t *mask, size_t words)
 
 int psd_block_has(const psd_block *b, int64_t rank)
 {
-    return b->contributors[rank / 64] >> (rank % 64) & 1;
+    return psd_round_has(b->contributors, rank);
 }
 
-/* Whether a round of these contributors, and of rank `more` if that is not -1, is complete while those are waited for. */
 static int closes(const psd_block *b, const uint64_t *waited, int64_t more)
 {
-    int64_t count = 0, all = 0;
-    for (size_t i = 0; i < b->mask_words; i++) {
-        uint64_t mask = b->contributors[i];
-        if (more >= 0 && (size_t)more / 64 == i)
-            mask |= (uint64_t)1 << (more % 64);
-        count += __builtin_popcountll(mask);
-        all += __builtin_popcountll(mask | waited[i]);
-    }
-    return count >= (b->quorum < all ? b->quorum : all);
+    return psd_round_closes(b->contributors, waited, b->mask_words, b->quorum, more);
 }
 
 static const psd_block_calls CALLS = {psd_block_contribute, psd_block_on_gradient, psd_block_on_close, psd_block_pin, psd_block_unpin};
@@ -282,29 +273,12 @@ psd_outcome psd_block_contribute(psd_block *b, const psd_part_of_push *p, const 
 
 void psd_block_on_gradient(psd_block *b, int64_t rank, double now, const uint64_t *waited)
 {
-    psd_round_times *t = &b->times;
-    if (!t->is_open) {
-        t->is_open = 1, t->opened_at = now;
-        memcpy(t->awaited, waited, b->mask_words * sizeof(uint64_t));
-    } else if (b->measures_ranks) {
-        psd_add_to(&b->ranks->rank[rank].awaited_s, now - t->opened_at);
-    }
-    t->awaited[rank / 64] &= ~((uint64_t)1 << (rank % 64));
+    psd_times_on_gradient(&b->times, b->measures_ranks ? b->ranks : NULL, b->mask_words, rank, now, waited);
 }
 
 void psd_block_on_close(psd_block *b, double now, const uint64_t *waited)
 {
-    psd_round_times *t = &b->times;
-    if (!t->is_open)
-        return;
-    const double took = now - t->opened_at;
-    t->is_open = 0, t->has_closed = 1, t->closed_at = now;
-    t->closed[psd_seconds_bucket(took)]++, t->closed_s += took;
-    if (!b->measures_ranks)
-        return;
-    for (size_t i = 0; i < b->mask_words; i++) /* waited for, but gone since */
-        for (uint64_t gone = t->awaited[i] & ~waited[i]; gone; gone &= gone - 1)
-            psd_add_to(&b->ranks->rank[64 * i + (size_t)__builtin_ctzll(gone)].awaited_s, took);
+    psd_times_on_close(&b->times, b->measures_ranks ? b->ranks : NULL, b->mask_words, now, waited);
 }
 
 int psd_block_is_complete(const psd_block *b, const uint64_t *waited, int is_void)

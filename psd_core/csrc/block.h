@@ -16,7 +16,7 @@
 
 #include "kernels.h"
 #include "ranks.h"
-#include "round_times.h"
+#include "rounds.h"
 
 enum { PSD_RETIRED_MAX = 48 }; /* each array of pages is twice as long as the one before: memory ends first */
 enum { PSD_AGES = 66 }; /* gradients by age: of 0, 1, 2, 3 to 4, 5 to 8, and so on */

@@ -95,7 +95,7 @@ static const psd_step_rows_head *rows_heads(const psd_step_connection *c)
 
 static size_t row_bytes(const psd_tables *tables, size_t i)
 {
-    return tables->partition[i].table->spec.dim * sizeof(float);
+    return tables->partition[i].dim * sizeof(float);
 }
 
 /* The bytes of rows in the payload of the step whose head has come; more than PSD_STEP_ROWS_MAX stands for any such number. */

@@ -197,7 +197,7 @@ int psd_step_begin(psd_step *t)
     for (size_t i = 0; i < s->blocks && s->has_rounds; i++)
         if (__atomic_load_n(&s->place[i].block->version, __ATOMIC_ACQUIRE) != h->clock)
             return psd_step_again(t, PSD_AGAIN_CASE, 1);
-    if (s->has_rounds && s->tables && (h->since || __atomic_load_n(&s->tables->version, __ATOMIC_ACQUIRE) != h->clock))
+    if (s->has_rounds && s->tables && __atomic_load_n(&s->tables->version, __ATOMIC_ACQUIRE) != h->clock)
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     if (s->has_rounds && !psd_steps_hear(s, h->clock, t->rank, h->since, t->scalars, 1))
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
@@ -302,7 +302,7 @@ int psd_step_count_rows(psd_step *t)
     for (size_t i = 0; i < tables->count; i++) {
         const psd_step_rows *rows = &t->rows[i];
         pushes += rows->pushes, pulls += rows->pulls;
-        received += rows->pushes * (8 + tables->partition[i].table->spec.dim * 4);
+        received += rows->pushes * (8 + tables->partition[i].dim * 4);
         is_rate_aged |= tables->partition[i].rate >= 0;
         if (rows->pushes && !rows->is_present)
             return psd_step_again(t, PSD_AGAIN_CASE, 1);
@@ -310,9 +310,17 @@ int psd_step_count_rows(psd_step *t)
     if (pushes > tables->ids_max || pulls > tables->ids_max || (is_rate_aged && !part.is_version_known))
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     pthread_mutex_lock(tables->lock);
-    const psd_outcome outcome = psd_tables_count(tables, &part, t->rows);
-    if (outcome == PSD_COUNTED && s->has_rounds)
-        t->closes = 1, t->hands_back |= tables->has_tickets;
+    const uint64_t before = tables->version;
+    const double began = psd_now();
+    const psd_outcome outcome = tables->calls->count(tables, &part, t->rows, s->waited);
+    if (outcome == PSD_COUNTED && s->has_rounds) {
+        const int has_closed = tables->version != before;
+        psd_ranks *const measured = tables->measures_ranks ? tables->ranks : NULL;
+        psd_times_on_gradient(&tables->times, measured, tables->mask_words, t->rank, began, s->waited);
+        if (has_closed)
+            psd_times_on_close(&tables->times, measured, tables->mask_words, psd_now(), s->waited);
+        t->closes |= has_closed, t->hands_back |= tables->is_due || (has_closed && tables->has_tickets);
+    }
     pthread_mutex_unlock(tables->lock);
     return note_outcome(t, s->blocks, outcome, received);
 }
@@ -363,7 +371,7 @@ static void note(psd_step *t, double began)
         psd_add_count(&c->sent, t->steps->place[i].parameter_bytes);
     for (size_t i = 0; t->steps->tables && i < t->steps->tables->count; i++) {
         psd_add_count(&c->received, 8 * t->rows[i].pulls);
-        psd_add_count(&c->sent, t->rows[i].pulls * t->steps->tables->partition[i].table->spec.dim * 4);
+        psd_add_count(&c->sent, t->rows[i].pulls * t->steps->tables->partition[i].dim * 4);
     }
     psd_add_count(&c->took[psd_seconds_bucket(now - began)], 1);
     psd_add_to(&c->took_s, now - began);
@@ -400,7 +408,7 @@ int psd_step_pin(psd_step *t, double began)
         }
         t->use[i] = b->page[t->page[i]].use;
     }
-    if (t->steps->tables && psd_tables_read(t->steps->tables, t->rows, &t->tables_version)) {
+    if (t->steps->tables && t->steps->tables->calls->read(t->steps->tables, t->rows, &t->tables_version)) {
         unpin(t, t->steps->blocks);
         return psd_step_again(t, PSD_AGAIN_CASE, 1);
     }

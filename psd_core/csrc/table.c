@@ -35,7 +35,8 @@ static uint64_t sightings_bytes(uint64_t rows_max)
     return (buckets < most ? buckets : most) * 64;
 }
 
-static const psd_table_calls CALLS = {psd_table_lack, psd_index_must_move, psd_table_push, psd_table_commit_push, psd_table_read};
+static const psd_table_calls CALLS = {psd_table_lack,   psd_index_must_move, psd_table_push, psd_table_commit_push, psd_table_read,
+                                      psd_sums_prepare, psd_sums_add,        psd_sums_clear};
 
 int psd_table_plan(psd_table *t)
 {

@@ -321,6 +321,23 @@ enum { PSD_ABSENT = -2 };
  * in one array; one alone where `distinct`, `whole` or `clocks`. */
 int psd_table_push(psd_table *, const psd_push *, const psd_part *, int parts);
 
+/* table_sums.c */
+typedef struct {
+    intptr_t count, capacity;
+    uint64_t mask, *ids;
+    float *values;
+    uint32_t *slots; /* hash table: position + 1 */
+    int is_touched; /* something was added, perhaps of no row */
+    psd_use use;
+    psd_scratch scratch;
+} psd_sums;
+/* Makes ready what psd_sums_add is to add, in which gradients of one id are added to each other: 0, or ENOMEM. No sum changes. */
+int psd_sums_prepare(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim);
+/* Adds weight * gradient to the sum of each id. What was made ready is where it was. */
+void psd_sums_add(psd_sums *, intptr_t dim, double weight);
+void psd_sums_clear(psd_sums *); /* keeps the memory, unless it has long not been needed */
+void psd_sums_free(psd_sums *);
+
 /* What another library calls. */
 typedef struct psd_table_calls {
     int (*lack)(const psd_table *, uint64_t n, uint64_t entries, uint64_t *bytes);
@@ -328,6 +345,9 @@ typedef struct psd_table_calls {
     int (*push)(psd_table *, const psd_push *, const psd_part *, int parts);
     void (*commit_push)(psd_table *);
     int (*read)(psd_table *, const uint64_t *ids, intptr_t n, float *out, uint8_t *found, int whole, int64_t clock);
+    int (*prepare_sums)(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim);
+    void (*add_sums)(psd_sums *, intptr_t dim, double weight);
+    void (*clear_sums)(psd_sums *);
 } psd_table_calls;
 
 /* table_catch_up.c: what a table of dense rows would have made of a row since it was touched. */
@@ -376,22 +396,6 @@ void psd_snapshot_begin(psd_table *, int is_full, uint64_t since, uint64_t since
 int psd_snapshot_next(psd_table *, psd_head *heads, float *rows, uint64_t max, uint64_t *count);
 void psd_snapshot_end(psd_table *);
 void psd_snapshot_save(psd_table *, const psd_record *, const psd_flip *); /* within a commit, before it is applied */
-
-/* table_sums.c */
-typedef struct {
-    intptr_t count, capacity;
-    uint64_t mask, *ids;
-    float *values;
-    uint32_t *slots; /* hash table: position + 1 */
-    psd_use use;
-    psd_scratch scratch;
-} psd_sums;
-/* Makes ready what psd_sums_add is to add, in which gradients of one id are added to each other: 0, or ENOMEM. No sum changes. */
-int psd_sums_prepare(psd_sums *, const uint64_t *ids, const float *grads, intptr_t n, intptr_t dim);
-/* Adds weight * gradient to the sum of each id. What was made ready is where it was. */
-void psd_sums_add(psd_sums *, intptr_t dim, double weight);
-void psd_sums_clear(psd_sums *); /* keeps the memory, unless it has long not been needed */
-void psd_sums_free(psd_sums *);
 
 /* table_removal.c */
 static inline uint64_t psd_removals(const psd_root *r) { return r->evicted + r->expired + r->removed; }

@@ -54,6 +54,7 @@ int psd_sums_prepare(psd_sums *s, const uint64_t *ids, const float *grads, intpt
 void psd_sums_add(psd_sums *s, intptr_t dim, double weight)
 {
     psd_scratch *const c = &s->scratch;
+    s->is_touched = 1;
     for (intptr_t i = 0; i < c->count; i++) {
         if (i + AHEAD < c->count)
             PSD_PREFETCH(&s->slots[psd_slot(c->ids[i + AHEAD], s->mask)]);
@@ -74,7 +75,7 @@ void psd_sums_add(psd_sums *s, intptr_t dim, double weight)
 void psd_sums_clear(psd_sums *s)
 {
     const int is_oversized = psd_is_oversized(&s->use, s->count, s->capacity);
-    s->count = 0;
+    s->count = 0, s->is_touched = 0;
     if (is_oversized)
         psd_sums_free(s);
     if (s->slots)

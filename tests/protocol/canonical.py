@@ -29,7 +29,7 @@ from psd.state.tickets import Ticket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane
 from psd_core.arena import Arena, Page
-from psd_core.steps import RankPlace, Ranks
+from psd_core.steps import RankPlace, Ranks, TablesCore
 from psd_core.table import RowSums, TableStore
 
 LEFT_OUT_TYPES = frozenset(
@@ -283,6 +283,9 @@ class Walker:
         self._words.append(repr((value.version, value._core.round, value.lacks_space)))
         self._attributes(value)
 
+    def _tables_core(self, value: TablesCore) -> None:
+        self._words.append(repr((value.version, value.round, value.has_sum, value.is_lent, value.is_due)))
+
     def _cuts(self, value: Cuts) -> None:
         self.walk([sorted(value._known), value.awaits_positions])
         for cut in value._open:
@@ -374,6 +377,7 @@ _INSIDE_BY_BASE: tuple[tuple[type, Callable[[Walker, Any], None]], ...] = (
     (Ranks, Walker._nothing),  # the workers walk their places
     (TableStore, Walker.table),
     (SmallBlock, Walker._small_block),
+    (TablesCore, Walker._tables_core),
     (Cuts, Walker._cuts),
     (RowSums, Walker._sums),
     (types.GeneratorType, Walker._generator),

@@ -162,15 +162,17 @@ class RowStepWorker(StepWorker):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def send_rows(self, values: Sequence[float], clock: int, pushed: Pushed, pulled: Pulled, **named: Any) -> list[Any]:
-        """Send a step; returns what `receive_rows` needs. named: versions, weight; head: rows by table, in place of what is
-        right."""
+        """Send a step; returns what `receive_rows` needs. named: versions, weight, since; head: rows by table, in place
+        of what is right."""
         offer = self.offer
         assert offer is not None
         assert offer.tables == len(self.dims)
         given = [TableRows(table, ids, grads) for table, (ids, grads) in pushed.items()]
         asked = self._wanted(pulled)
         versions = named.get("versions", ())
-        front = HEAD.pack(offer.epoch, self.session, clock, 0, named.get("weight", 1.0), HAS_VERSIONS * bool(versions), 0)
+        front = HEAD.pack(
+            offer.epoch, self.session, clock, named.get("since", 0), named.get("weight", 1.0), HAS_VERSIONS * bool(versions), 0
+        )
         front += struct.pack(f"<{self.blocks + 1}Q", *(versions or [0] * (self.blocks + 1)))
         front += struct.pack(f"<{offer.scalars}d", *[each for own in self.scalars for each in own])
         front = front.ljust(offer.head_bytes - ROWS.size * offer.tables, b"\0")

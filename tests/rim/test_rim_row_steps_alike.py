@@ -1,13 +1,16 @@
 """Steps with rows leave what pushes leave: random sequences on two shards, of which one never arms anybody, are answered alike.
 
 Ids that are known, new, repeated, or in no table; tables without a gradient, or without a row; pushes that come again, or with
-other versions; workers that die, and others that take their ranks. Then rows, marks, notes and counts are compared.
+other versions; workers that die, and others that take their ranks. Then rows, marks, notes and counts are compared. `make
+check-steps` has many more rounds.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -15,13 +18,16 @@ import numpy as np
 import pytest
 from raw_client import MODES
 from raw_row_steps import RowsDone, RowStepWorker
+from raw_steps import pause
 
 from psd.contract.errors import PsdError
 from psd.contract.jobspec import JobSpec
 from psd.contract.tables import SparseTableSpec
+from psd.contract.wire import Disconnected
 from psd.v1 import job_pb2
 
 KNOWN, MORE = 30, 36
+OF_ROUNDS = int(os.environ.get("PSD_STEP_SEQUENCES", "28")) * 3 // 14
 LANES = ("tcp", "local", "memory")
 SGD, ADAGRAD, ADAM = (0.5, 0.5, 0.0, 0.0), (0.1, 0.0, 0.0, 1e-10), (0.1, 0.9, 0.99, 1e-8, 0.0)
 
@@ -45,6 +51,7 @@ def job_of(mode: str, choice: random.Random, world: int) -> job_pb2.JobSpec:
     job = job_pb2.JobSpec(
         world_size=world,
         mode=MODES[mode],
+        quorum=choice.choice([0, world - 1]) if mode == "sync" and world > 2 else 0,
         staleness_bound=2 if mode == "ssp" else 0,
         reduction=choice.choice([job_pb2.REDUCTION_MEAN, job_pb2.REDUCTION_SUM]),
         groups=groups,
@@ -64,6 +71,7 @@ class Side:
         self.steps = 0
         self._server, self._dial, self._job, self._lanes = server, dial, job, lanes
         self.workers = [self.join(rank) for rank in range(job.world_size)]
+        self._pool = ThreadPoolExecutor(job.world_size)
 
     def join(self, rank: int) -> RowStepWorker:
         lane, in_memory = self._lanes[rank]
@@ -79,8 +87,22 @@ class Side:
             found, is_step = self.workers[rank].train_rows(*args, **named)
         except PsdError as error:
             return error.reason
+        except (Disconnected, OSError):
+            return "gone"
         self.steps += is_step
         return found
+
+    def begin(self, rank: int, clock: int, *args: Any, **named: Any) -> Future[RowsDone | str]:
+        """Begin a push; return when the tables have it, or it is answered."""
+        worker, tables = self.workers[rank], self.shard.job.tables
+        found = self._pool.submit(self.train, rank, *args, **named)
+        while not found.done() and not tables.has(rank, worker.session, clock):
+            pause(0.0005)
+        return found
+
+    def die(self, rank: int) -> None:
+        """End the session of a worker, whose push may be under way."""
+        self.shard.admission.kick(rank, self.workers[rank].session)
 
     def replace(self, rank: int) -> int:
         """A worker dies, and another one takes its rank; the clock at which it begins."""
@@ -88,6 +110,11 @@ class Side:
         self.workers[rank].close()
         self.workers[rank] = self.join(rank)
         return self.workers[rank].clock
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self._pool.shutdown()
 
     def left(self) -> Any:
         """All that is left of it."""
@@ -132,18 +159,21 @@ def sides(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> Ite
 
     yield make
     for side in made:
-        for worker in side.workers:
-            worker.close()
+        side.close()
 
 
-def rows_of(choice: random.Random, dims: list[int], news: float) -> tuple[dict[int, Any], dict[int, Any]]:
-    """What a push brings, and pulls. news: how often an id may be new."""
+def rows_of(
+    choice: random.Random, dims: list[int], news: float, *, exact: bool = False, repeats: bool = True
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What a push brings, and pulls. news: how often an id may be new. exact: sums have the same bits in whatever order."""
     pushed, pulled = {}, {}
     for table, dim in enumerate(dims):
         most = MORE if choice.random() < news else KNOWN
         if choice.random() < 0.9:
-            ids = np.array([choice.randrange(most) for _ in range(choice.choice([0, 1, 7, 20]))], np.uint64)
-            values = [[choice.uniform(-2, 2) for _ in range(dim)] for _ in ids]
+            count = choice.choice([0, 1, 7, 20])
+            found = [choice.randrange(most) for _ in range(count)] if repeats else choice.sample(range(most), count)
+            ids = np.array(found, np.uint64)
+            values = [[choice.randrange(-64, 65) / 32 if exact else choice.uniform(-2, 2) for _ in range(dim)] for _ in ids]
             pushed[table] = ids, np.array(values, np.float32).reshape(len(ids), dim)
         if choice.random() < 0.8:
             pulled[table] = np.array([choice.randrange(2 * MORE) for _ in range(choice.choice([1, 5, 11]))], np.uint64)
@@ -195,4 +225,61 @@ def test_steps_with_rows_are_pushes(sides: Callable[..., list[Side]], mode: str,
             before.pop(rank, None)
     assert both[0].left() == both[1].left()
     assert both[0].steps > 0
+    assert both[1].steps == 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("seed", range(OF_ROUNDS))
+def test_rounds_with_rows_of_steps_are_those_of_pushes(sides: Callable[..., list[Side]], world: int, seed: int) -> None:
+    """With what happens to rounds: a quorum, late pushes and such that come again, pushes beside steps, deaths and revocation
+    amid a round. A push may repeat ids where the order in which they are summed has no bits of its own."""
+    choice = random.Random(seed)
+    repeats = choice.random() < 0.5
+    job = job_of("sync", choice, world)
+    both = sides(job, [(choice.choice(LANES), choice.random() < 0.7) for _ in range(world)])
+    blocks, dims = both[0].workers[0].blocks, both[0].workers[0].dims
+    since, quorum = [0] * world, job.quorum or world
+    for clock in range(40):
+        order = choice.sample(range(world), world)
+        dies = choice.choice(order) if choice.random() < 0.1 else -1
+        pushed: list[tuple[int, tuple[Any, ...], dict[str, Any], list[Future[Any]]]] = []
+        for place, rank in enumerate(order):
+            rows = rows_of(choice, dims, 0.1, exact=repeats, repeats=repeats)
+            args: tuple[Any, ...] = [choice.uniform(-2, 2)] * blocks, clock, *(rows if clock > 1 else (all_rows(dims), {}))
+            named = {"weight": choice.choice([1.0, 1.0, 2.5, 0.0]), "since": since[rank]}
+            is_push, is_revoked = choice.random() < 0.1, choice.random() < 0.1
+            if rank == dies and place == world - 1:  # the round may wait for it
+                for side in both:
+                    side.die(dies)
+                continue
+            for side in both:
+                if is_push:
+                    side.workers[rank].offer = None
+            begun = [side.begin(rank, clock, *args, **named) for side in both]
+            if place >= quorum:
+                assert begun[0].result(100) == begun[1].result(100)
+            else:
+                pushed.append((rank, args, named, begun))
+            if rank == dies and place < quorum - 1:  # the round is open, and has its gradient
+                for side in both:
+                    side.die(dies)
+                assert all(isinstance(each.result(100), str) for each in begun)
+            elif rank == dies:
+                dies = -1
+            if is_revoked:
+                both[0].shard._core.revoke()
+        for rank, _, _, begun in pushed:
+            found = [each.result(100) for each in begun]
+            assert rank == dies or found[0] == found[1]
+            assert rank == dies or isinstance(found[0], RowsDone)
+        if dies >= 0:
+            begins = [side.replace(dies) for side in both]
+            assert begins[0] == begins[1] == clock + 1
+            since[dies] = clock + 1
+        elif choice.random() < 0.2:  # one comes again
+            rank, args, named, _ = choice.choice(pushed)
+            again = [side.train(rank, *args, **named) for side in both]
+            assert again[0] == again[1]
+    assert both[0].left() == both[1].left()
+    assert both[0].steps > 10
     assert both[1].steps == 0

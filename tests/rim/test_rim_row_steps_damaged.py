@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from raw_client import SGD
 from raw_row_steps import ROWS, RowsDone, RowStepWorker
-from raw_steps import CASE, Again
+from raw_steps import CASE, REVOKED, Again
 from test_rim_row_steps_killed import job_of
 
 from psd.contract.errors import PsdError
@@ -29,15 +30,25 @@ FAR = 1 << 40
 def start(cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]) -> Callable[[str], RowStepWorker]:
     """start(lane) -> a worker that is armed, of a shard of its own."""
 
-    def started(lane: str) -> RowStepWorker:
-        worker = RowStepWorker(dial(cluster(1).shards[0].address), lane=lane, job=job_of("async", 1))
-        worker.scalars = [SGD, SGD]
-        while worker.offer is None:
-            worker.push_rows((1,), worker.clock, PUSHED, PULLED)
-            worker.clock += 1
-        return worker
+    return lambda lane: armed(cluster(1).shards[0], dial, lane)
 
-    return started
+
+def armed(server: Any, dial: Callable[..., grpc.Channel], lane: str) -> RowStepWorker:
+    worker = RowStepWorker(dial(server.address), lane=lane, job=job_of("async", 1))
+    worker.scalars = [SGD, SGD]
+    rearm(worker)
+    return worker
+
+
+def kept(worker: RowStepWorker, message: bytearray) -> list[Any]:
+    """Write the worker's next step there, in place of sending it; what `receive_rows` needs."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def keep(kind: Kind, head: bytes = b"", *payload: bytes) -> None:
+            message.extend(PREFIX.pack(kind, len(head), sum(map(len, payload))) + head + b"".join(payload))
+
+        patch.setattr(worker.stream, "send", keep)
+        return worker.send_rows((1,), worker.clock, PUSHED, PULLED)
 
 
 def rearm(worker: RowStepWorker) -> None:
@@ -80,6 +91,21 @@ def test_other_numbers_of_rows_than_come_end_the_connection(start: Callable[[str
 
 
 @pytest.mark.parametrize("lane", ["tcp", "memory"])
+def test_a_step_with_rows_that_comes_after_its_tables_were_closed_is_none(
+    cluster: Callable[..., Any], dial: Callable[..., grpc.Channel], lane: str
+) -> None:
+    """As when a job goes back to a checkpoint. A build with a sanitizer tells if it looks at what is gone."""
+    server = cluster(1).shards[0]
+    worker = armed(server, dial, lane)
+    server.shard._core.revoke()
+    for partition in server.shard.job.tables.partitions:
+        partition.store.close(remove=False)
+    found = worker.receive_rows(worker.send_rows((1,), worker.clock, PUSHED, PULLED))
+    assert found == Again(REVOKED)
+    worker.close()
+
+
+@pytest.mark.parametrize("lane", ["tcp", "memory"])
 def test_damaged_steps_with_rows_do_no_harm(start: Callable[[str], RowStepWorker], lane: str) -> None:
     """Versions are those of the pushes that were answered."""
     choice = random.Random(lane)
@@ -87,13 +113,7 @@ def test_damaged_steps_with_rows_do_no_harm(start: Callable[[str], RowStepWorker
     for _ in range(ROUNDS):
         rearm(worker)
         message = bytearray()
-        with pytest.MonkeyPatch.context() as patch:
-
-            def keep(kind: Kind, head: bytes = b"", *payload: bytes, into: bytearray = message) -> None:
-                into.extend(PREFIX.pack(kind, len(head), sum(map(len, payload))) + head + b"".join(payload))
-
-            patch.setattr(worker.stream, "send", keep)
-            sent = worker.send_rows((1,), worker.clock, PUSHED, PULLED)
+        sent = kept(worker, message)
         assert worker.offer is not None
         rows_at = PREFIX.size + worker.offer.head_bytes - 2 * ROWS.size
         for _ in range(choice.randint(1, 3)):
@@ -119,3 +139,43 @@ def test_damaged_steps_with_rows_do_no_harm(start: Callable[[str], RowStepWorker
     assert agains
     assert ends
     worker.close()
+
+
+def test_damaged_steps_do_no_harm_to_the_rounds_of_others(
+    cluster: Callable[..., Any], dial: Callable[..., grpc.Channel]
+) -> None:
+    """What a step has brought, damaged or not, is its worker's gradient in the round, once; rounds go on."""
+    choice, shard = random.Random(3), cluster(1).shards[0]
+    good, bad = (RowStepWorker(dial(shard.address), rank, 2, job=job_of("sync", 2), lane="tcp") for rank in range(2))
+    for worker in (good, bad):
+        worker.scalars = [SGD, SGD]
+    steps = damaged = 0
+    with ThreadPoolExecutor(1) as pool:
+        for clock in range(ROUNDS // 2):
+            its = pool.submit(good.train_rows, (1,), clock, PUSHED, PULLED)
+            if bad.offer is not None:
+                damaged += 1
+                message, bad.clock = bytearray(), clock
+                sent = kept(bad, message)
+                rows_at = PREFIX.size + bad.offer.head_bytes - 2 * ROWS.size
+                for _ in range(choice.randint(1, 3)):
+                    at = choice.choice([choice.randrange(16), choice.randrange(rows_at, len(message))])
+                    message[at] = choice.choice([0, 1, 0x7F, 0x80, 0xFF, message[at] ^ 1 << choice.randrange(8)])
+                try:
+                    bad.stream.socket.sendall(message)
+                    bad.stream.socket.shutdown(1)
+                    bad.receive_rows(sent)
+                except (PsdError, Disconnected, OSError, AssertionError, ValueError):
+                    pass
+                bad.stream.close()
+                bad.open()
+            assert bad.push_rows((1,), clock, PUSHED, PULLED).clock == clock + 1
+            found, is_step = its.result(100)
+            assert (found.clock, found.counted + found.duplicate) == (clock + 1, 2)
+            steps += is_step
+    notes = {tuple(partition.store.notes().tolist()) for partition in shard.shard.job.tables.partitions}
+    assert notes == {(clock + 1, good.session, bad.session, clock + 1, clock + 1)}
+    assert steps > 0
+    assert damaged > 0
+    good.close()
+    bad.close()

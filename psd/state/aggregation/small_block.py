@@ -19,11 +19,11 @@ from psd.contract.layout import Block
 from psd.state import locks
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import Policy, Sync
+from psd.state.aggregation.core_times import CoreTimes
 from psd.state.aggregation.rounds import Contribution, FastRound, Outcome, Round, Taken, Update
 from psd.state.aggregation.rules import BoundRule
 from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.trained import RoundServices, not_counted
-from psd.state.counts import Histogram, RoundTimes
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
 from psd_core import RULES, arena
@@ -123,39 +123,6 @@ class CountedAges(Ages):
     def total(self) -> int:  # type: ignore[override]
         """The sum of these ages."""
         return self._core.age_total
-
-
-class CoreTimes(RoundTimes):
-    """The times of a core's rounds, which it measures itself."""
-
-    def __init__(self, core: BlockCore, now: Callable[[], float]) -> None:
-        self._core = core
-        self._now = now
-
-    @property
-    def closed(self) -> Histogram:  # type: ignore[override]
-        """Seconds from a round's first gradient to its update."""
-        found = Histogram()
-        _, _, found.counts, found.total = self._core.times
-        return found
-
-    @property
-    def closed_at(self) -> float | None:  # type: ignore[override]
-        """The time when the last one closed; None: none has."""
-        return self._core.times[1]
-
-    @property
-    @override
-    def is_open(self) -> bool:
-        return self._core.times[0]
-
-    @override
-    def on_gradient(self, rank: int, waited: Callable[[], int]) -> None:
-        self._core.on_gradient(rank, self._now(), waited())
-
-    @override
-    def on_close(self, waited: int) -> None:
-        self._core.on_close(self._now(), waited)
 
 
 class SmallBlock(BlockState):

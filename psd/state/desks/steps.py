@@ -89,8 +89,6 @@ class StepDesk:
             if job.policy.has_rounds and not members.is_settled(job.version_min):
                 return None
             waited = members.waited_in(job.version_min)
-            if job.policy.has_rounds and job.tables is not None and waited != 1 << worker.rank:
-                return None  # rounds of several workers' rows are made in Python
             if job.steps is None:
                 job.steps = steps_of(job, members.ranks)
             if job.steps is None:
@@ -101,7 +99,7 @@ class StepDesk:
             _, at = job.arena.member_word(worker.rank)
             members.is_armed = True
             if job.tables is not None:
-                job.tables.core.unit = job.tables.step
+                job.tables.core.unit, job.tables.core.has_steps = job.tables.step, True
             epoch = job.steps.arm(worker.rank, worker.session, worker.floor, at, waited, self._stop_at(job))
             return Armed(epoch, job, job.steps) if epoch is not None else None
 

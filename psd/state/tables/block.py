@@ -26,15 +26,16 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import locks
+from psd.state.aggregation.core_times import CoreTimes
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
 from psd.state.aggregation.staleness import SteppedAges
 from psd.state.aggregation.trained import RoundServices, Trained
-from psd.state.counts import Histogram, RoundTimes
 from psd.state.pages import Counted, SetMark
+from psd.state.tables.fast_round import FastRowsRound
 from psd.state.tables.own_rule import RowsFailed
 from psd.state.tables.partition import STEP, VERSION, PartitionState, counted_in, notes_count
-from psd.state.tables.rounds import ExactRowsRound, FastRowsRound, MeasuredRowsRound, RowChecks, SumsPool, TableSums
+from psd.state.tables.rounds import ExactRowsRound, MeasuredRowsRound, RowChecks, SumsPool, TableSums
 from psd.state.tables.slots import reset_slots
 from psd.state.tables.stepped import core_of
 from psd.state.tickets import Ticket
@@ -86,8 +87,8 @@ class TablesBlock(Trained, TablesPlace):
     Args:
         stores: one for each of the job's tables, in their order.
         checks: checks the rows that are sent.
-        wall: returns seconds since 1970, for rows that expire by time.
-        rules: users' own rules, by import path.
+        now: returns monotonic seconds. wall: returns seconds since 1970, for rows that expire by time.
+        rules: users' own rules, by import path. measures_ranks: others wait for each rank as long as this block says.
 
     Attributes:
         partitions: one for each table. core: what steps see and change of them, too; they count what needs nothing of Python.
@@ -102,17 +103,22 @@ class TablesBlock(Trained, TablesPlace):
         spec: JobSpec,
         stores: Sequence[TableStore],
         services: RoundServices,
-        times: RoundTimes,
         checks: RowChecks,
+        now: Callable[[], float],
         wall: Callable[[], float],
         rules: Mapping[str, ListedRule],
+        *,
+        measures_ranks: bool,
     ) -> None:
         self._members, self._policy = services.members, services.policy
         self.partitions = [
             PartitionState(table, spec, store, rules, wall) for table, store in zip(spec.tables, stores, strict=True)
         ]
         self._expires_by_time = any(table.expire_seconds for table in spec.tables)
-        self.core = core_of(spec, stores, checks)
+        dims = [table.dim for table in spec.tables]
+        sums = TableSums(dims)
+        self.core = core_of(spec, stores, checks, services.policy, sums)
+        self.core.attend(services.members.ranks, measures_ranks)
         self.lie_in(self.core)
         self._seen = 0  # updates by steps
         for number, partition in enumerate(self.partitions):
@@ -121,23 +127,20 @@ class TablesBlock(Trained, TablesPlace):
         self.base = ""
         self.bases: Mapping[str, Sequence[Mark]] = {}
         self._world_size = spec.world_size
-        self._pool = SumsPool([table.dim for table in spec.tables])
-        kind: type[Round] = ExactRowsRound if spec.aggregation == "exact" else FastRowsRound
-        kind = MeasuredRowsRound if spec.has_verdicts else kind
+        self._pool = SumsPool(dims)
+        kind: type[Round] = MeasuredRowsRound if spec.has_verdicts else ExactRowsRound
+        scalars = [len(group.info.scalars) for group in spec.groups]
         setting = RoundSetting(np.ones(1, np.uint32), Static(), services.is_mean, services.policy, self._pool, services.members)
+        is_exact = spec.aggregation == "exact" or spec.has_verdicts
 
         def open_round(number: int) -> Round:
-            self.core.is_open = False
-            opened = kind(number, setting)
-            if isinstance(opened, FastRowsRound):
-                opened.core = self.core
-            return opened
+            return kind(number, setting) if is_exact else FastRowsRound(setting, self.core, sums, scalars)
 
         super().__init__(
             index,
             services,
             open_round,
-            times,
+            CoreTimes(self.core, now),
             min(partition.version for partition in self.partitions),
         )
         self.ages = SteppedAges(index, self.core)
@@ -169,8 +172,6 @@ class TablesBlock(Trained, TablesPlace):
             partition.note(notes)
         self._recall()
         self._seen = updates
-        if isinstance(self._round, FastRowsRound):
-            self._round.move_to(self.version)
 
     @override
     def settle(self) -> None:
@@ -179,21 +180,16 @@ class TablesBlock(Trained, TablesPlace):
                 self._see()
             self._settle()
 
-    @property
-    def step_times(self) -> tuple[Histogram, float | None]:
-        """Seconds from the first gradient to the update of the rounds that steps have made, and when the last one closed."""
-        found = Histogram()
-        closed_at, found.counts, found.total = self.core.times
-        return found, closed_at
-
     @override
     def _add_wait(self, version: int, ticket: Ticket) -> None:
         self.core.has_tickets = True  # until `end_waits`
         super()._add_wait(version, ticket)
 
     def end_waits(self) -> None:
-        """End the waits for the version that a step has made."""
+        """Apply the round that a step has completed, if that was left to Python; end the waits for the version that it made."""
         with self.lock:
+            if self._round.is_due:
+                self._settle()
             self._waits.up_to(self.version)
             self.core.has_tickets = self._waits.has_tickets
 
@@ -429,9 +425,9 @@ class TablesBlock(Trained, TablesPlace):
 def _given_to(number: int, sums: TableSums | None, given: Sequence[Any]) -> _Given | None:
     """The gradients of an update for one table; None if the update has no step of that table."""
     if sums is not None:
-        if number not in sums.touched:
-            return None
         table = sums.tables[number]
+        if not table.is_touched:
+            return None
         return _Given(table.ids, table.values, True, None, len(table))
     found: _Given | None = None
     for gradients in given:

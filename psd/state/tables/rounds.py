@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 import psd_core
 from psd.contract.config import Limits
@@ -22,12 +21,9 @@ from psd.contract.frames import present_mask
 from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows, rows_in
 from psd.state.aggregation.exact_rounds import ExactRound, MeasuredRound
-from psd.state.aggregation.lent_gradients import Lent, Loan, RoundSum
-from psd.state.aggregation.rounds import Contribution, FastRound, Taken
 from psd.state.aggregation.rules import Gradient
 from psd.v1 import data_pb2
 from psd_core.distinct import first_elsewhere, shard_of
-from psd_core.steps import TablesCore
 from psd_core.table import PUSH_MAX, RowSums
 
 Gradients: TypeAlias = dict[int, TableRows]
@@ -174,15 +170,10 @@ def _joined(pieces: Sequence[TableRows]) -> TableRows:
 
 
 class TableSums:
-    """Sums of gradients by table and id.
-
-    Attributes:
-        touched: the tables that have a gradient, even if only for rows on other shards.
-    """
+    """Sums of gradients by table and id."""
 
     def __init__(self, dims: Sequence[int]) -> None:
         self.tables = [RowSums(dim) for dim in dims]
-        self.touched: set[int] = set()
 
     def add(self, gradients: Gradients, weight: float) -> None:
         """Add weighted gradients for all tables; if there is no memory, for none."""
@@ -190,7 +181,6 @@ class TableSums:
             self.tables[table].prepare(ids, values)
         for table in gradients:
             self.tables[table].add_prepared(weight)
-        self.touched |= gradients.keys()
 
     def multiply(self, factor: float) -> None:
         """Multiply all sums."""
@@ -204,7 +194,6 @@ class TableSums:
 
     def clear(self) -> None:
         """Forget all sums, but keep the memory."""
-        self.touched.clear()
         for sums in self.tables:
             sums.clear()
 
@@ -224,65 +213,6 @@ class SumsPool:
         """Take lent sums back."""
         lent.clear()
         self._free.append(lent)
-
-
-class _RowsSum(RoundSum):
-    """A sum of rows, as TableSums. Lent Gradients are read by the push to the store itself."""
-
-    @override
-    def add(self, values: Any, weight: float, loan: Loan | None = None) -> None:
-        if values is None:
-            return
-        if self._first is not None:
-            self._take_over_first()
-        if self._sum is not None:
-            self._sum.add(values, weight)
-        elif loan is not None and weight == 1:
-            self._first = Lent(values, weight, loan)
-        else:
-            self._begin(values, weight)
-
-    @override
-    def complete(self, values: Any, weight: float, loan: Loan) -> None:
-        """Take the last gradient. If it cannot be pushed to the store beside what there is, it is added to the sum."""
-        if self._sum is None and (self._first is None or weight == 1):
-            super().complete(values, weight, loan)
-        else:
-            self.add(values, weight)
-
-    def _begin(self, values: Any, weight: float) -> None:
-        sums = self._accumulators.lend()
-        sums.add(values, weight)
-        self._sum = sums
-
-
-class FastRowsRound(FastRound):
-    """A fast round whose gradients are rows.
-
-    Attributes:
-        core: of the tables; it hears of the first gradient, after which steps count in no round until the next one is open.
-    """
-
-    core: TablesCore
-
-    def _new_sum(self) -> RoundSum:
-        return _RowsSum(self._setting.accumulators)
-
-    @override
-    def take(self, part: Contribution) -> Taken:
-        """Take a contribution. The last of several, if it is not lent, is added to the sum, and cannot be taken back from it;
-        so it counts at once, even if there is no space for the update."""
-        self.core.is_open = True
-        if part.loan is not None or not self._contributors or not self._closes_with(part):
-            return super().take(part)
-        noted = self._noted(part)
-        self._sum.add(self._values(part), self._weight(part))
-        self._note(part, *noted)
-        return Taken.COMPLETE
-
-    def move_to(self, number: int) -> None:
-        """Be the round of this number: steps have made those before, while this one was empty."""
-        self._number = number
 
 
 class ExactRowsRound(ExactRound):
