@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +11,11 @@ from typing import Any
 
 import grpc
 import pytest
+from raw_client import spec
 from raw_steps import CASE, LANES, LONG_WAIT, Again, Done, StepWorker, make_first_round, pause, two, wait_until_counted
 
 from psd.contract.errors import PsdError
+from psd.v1 import job_pb2
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -57,6 +61,30 @@ def test_a_push_ends_the_waits_of_steps(start: Callable[..., StepWorker]) -> Non
         assert mine.parameters == its.parameters == [[-2.0 * clock] * 3] * 2
         if first.offer is None:
             break
+
+
+def test_a_step_that_closes_a_round_and_cannot_be_answered_ends_the_waits_for_it(start: Callable[..., StepWorker]) -> None:
+    """One of its blocks is none for a step, and its worker has gone when it is to hear so."""
+    job = spec(2, blocks=2, size=3)
+    job.tensors.append(job_pb2.TensorSpec(name="more", shape=[3], dtype=job_pb2.DTYPE_FLOAT32, group=1))
+    first, second = two(start, job=job)
+    second.begin_call((3, 3), 1)
+    shard = start.shard  # type: ignore[attr-defined]
+    wait_until_counted(start, second, 1)
+    while len(shard.status().waits) < 1:
+        pause()
+
+    block = shard.job.blocks[0]
+    with block.lock:
+        first.begin_step((1, 1), 1, present=[b"\1", b"\1"])  # there are numbers where nothing is present
+        first.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        first.stream.close()
+    while block.version < 2:
+        pause()
+    assert shard.job.blocks[1].version == 1
+
+    while [worker.rank for wait in shard.status().waits for worker in shard.missing_for(wait)] != [0]:
+        assert not second.is_answered(0), "it goes on, and waits for the other block"
 
 
 def test_scalars_that_differ_from_a_steps_are_refused_as_ever(start: Callable[..., StepWorker]) -> None:

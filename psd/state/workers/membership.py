@@ -424,9 +424,10 @@ class Membership:
                 worker.state, worker.last_seen = WorkerState.ABSENT, -1.0
             else:
                 worker.state = WorkerState.EXPIRED
-            self._changed(worker)
         if ended:
-            self._refresh()
+            self._refresh()  # first, so that no step of theirs saves them as live again
+        for worker in ended:
+            self._changed(worker)
         return ended
 
     def on_tick(self, now: float) -> list[Worker]:
