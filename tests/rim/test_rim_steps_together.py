@@ -116,6 +116,20 @@ def test_the_bound_holds_steps_back_and_a_step_opens_it(start: Callable[..., Ste
     assert first.end_call().clock == 4
 
 
+def test_the_bound_holds_steps_back_after_steps_that_the_shard_has_not_seen(start: Callable[..., StepWorker]) -> None:
+    """Whose pushes other shards alone have: clocks are then above the versions here."""
+    workers = [start(rank, 2, mode="ssp", bound=2) for rank in range(2)]
+    for worker in workers:
+        worker.push_pull((0, 0), 0)
+    for worker in workers:
+        worker.heartbeat(10)
+    for worker in workers:
+        worker.push_pull((0, 0), 10)
+
+    assert [type(workers[0].step((1, 1), clock)) for clock in (11, 12)] == [Done, Done]
+    assert workers[0].step((1, 1), 13) == Again(CASE), "it could not read the answer before the other one has made step 11"
+
+
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])
 def test_sums_are_exact_while_steps_are_revoked_again_and_again(start: Callable[..., StepWorker], mode: str) -> None:
     """Two workers push as fast as they can; every gradient counts once."""

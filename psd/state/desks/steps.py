@@ -88,7 +88,7 @@ class StepDesk:
                 return None
             if job.policy.has_rounds and not members.is_settled(job.version_min):
                 return None
-            waited = members.waited_in(job.version_min)
+            waited = members.waited_in(job.version_min) if job.policy.has_rounds else members.waited
             if job.policy.has_rounds and job.tables is not None and waited != 1 << worker.rank:
                 return None  # rounds of several workers' rows are made in Python
             if job.steps is None:

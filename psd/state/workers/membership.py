@@ -216,6 +216,11 @@ class Membership:
             return mask
         return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
 
+    @property
+    def waited(self) -> int:
+        """Mask of the workers that are waited for, in whatever round they begin: those whose clocks the staleness bound looks at."""
+        return self._waited[0]
+
     def is_settled(self, round_: int) -> bool:
         """True if `round_`, and all later ones, wait for the same workers, unless something happens to one."""
         return round_ >= self._waited[1]
