@@ -218,7 +218,7 @@ class Membership:
 
     @property
     def waited(self) -> int:
-        """Mask of the workers that are waited for, in whatever round they begin: those whose clocks the staleness bound looks at."""
+        """Mask of the workers that are waited for, in whatever round they begin: the bound looks at their clocks."""
         return self._waited[0]
 
     def is_settled(self, round_: int) -> bool:
