@@ -121,7 +121,7 @@ class OfferedSteps:
                 before = loop.done
                 status, left = loop.serve(ahead)
                 ahead = b""
-                if status in (steps.SERVED_TICKETS, steps.SERVED_AGAIN):
+                if status != steps.SERVED_OTHER:  # it may have closed rounds, also if the worker cannot be told any more
                     self._shard.steps.end_waits(armed.job, self._rank)
                 if loop.done > before:
                     self._patience = 0

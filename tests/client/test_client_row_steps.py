@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from client_faults import in_threads
 from psd.contract.errors import NonFiniteGradient
 from psd.rim.steps import OfferedSteps
 from psd_client import SGD, Adagrad, Adam, Table, connect
+from psd_client.worker.exchange.row_traffic import RowTraffic
 
 TABLE = Table("t", 2, SGD(lr=1.0))
 TABLES = [Table("a", 5, SGD(lr=0.5, momentum=0.9)), Table("b", 4, Adagrad(lr=0.1)), Table("c", 3, Adam(lr=0.01))]
@@ -125,3 +127,31 @@ def test_more_rows_than_a_step_carries_are_pushed(cluster: Callable[..., Any], t
             assert len(ps.tables["t"].pull(ids[:count])) == count
         assert ps.tables["t"].pull(np.array([0, 10])).tolist() == [[-6.0] * 2, [-1.0] * 2]
     assert sum(taken) > 0
+
+
+def test_an_interrupt_when_a_step_has_come_leaves_it_to_the_same_call(
+    cluster: Callable[..., Any], taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C strikes while the worker notes the rows that have come: the gradient counts once."""
+    came = RowTraffic.came
+
+    def interrupted(*args: Any) -> None:
+        came(*args)
+        monkeypatch.setattr(RowTraffic, "came", came)
+        raise KeyboardInterrupt
+
+    ids, ones = np.arange(3), np.ones((3, 2), np.float32)
+    with connect(cluster(1).servers, 0, 1, transport="tcp") as ps:
+        ps.declare({"w": np.zeros(3, np.float32)}, SGD(lr=1.0), tables=[TABLE])
+        for step in range(4):
+            if step == 3:
+                assert ps._worker.declared._steps.are_armed
+                monkeypatch.setattr(RowTraffic, "came", interrupted)
+            ps.tables["t"].prefetch(ids)
+            with pytest.raises(KeyboardInterrupt) if step == 3 else nullcontext():
+                ps.push_pull({"w": np.ones(3, np.float32)}, tables={"t": (ids, ones)})
+        params = ps.push_pull({"w": np.ones(3, np.float32)}, tables={"t": (ids, ones)})
+
+        assert params["w"].tolist() == [-4.0] * 3
+        assert ps.tables["t"].pull(ids).tolist() == [[-4.0] * 2] * 3
+        assert (ps.clock, ps.stats()["pushes_dropped"]) == (4, 0)

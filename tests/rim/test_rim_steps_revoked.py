@@ -58,6 +58,23 @@ def test_a_lease_that_ends_reaches_a_worker_that_is_armed(start: Callable[..., S
         worker.push_pull((1, 1), 1)
 
 
+def test_a_lease_that_ends_is_noted_when_no_step_is_under_way(start: Callable[..., StepWorker]) -> None:
+    """Else a step could note after that, for the shard's next process, that its worker lives."""
+    armed(start, mode="async", config={"lease_s": 0.5})
+    members, noted = start.shard._core.members, []  # type: ignore[attr-defined]
+    save = members._save
+
+    def note(worker: Any) -> None:
+        noted.append(members.ranks.known(worker.rank)[1])
+        save(worker)
+
+    members._save = note
+    while members.workers[0].state is WorkerState.LIVE:
+        pause(0.05)
+
+    assert noted == [None], "the session that is armed"
+
+
 def test_steps_renew_the_lease(start: Callable[..., StepWorker]) -> None:
     """A worker that steps is no silent one."""
     worker = armed(start, mode="async", config={"lease_s": 60.0})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +11,11 @@ from typing import Any
 
 import grpc
 import pytest
+from raw_client import spec
 from raw_steps import CASE, LANES, LONG_WAIT, Again, Done, StepWorker, make_first_round, pause, two, wait_until_counted
 
 from psd.contract.errors import PsdError
+from psd.v1 import job_pb2
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -59,6 +63,30 @@ def test_a_push_ends_the_waits_of_steps(start: Callable[..., StepWorker]) -> Non
             break
 
 
+def test_a_step_that_closes_a_round_and_cannot_be_answered_ends_the_waits_for_it(start: Callable[..., StepWorker]) -> None:
+    """One of its blocks is none for a step, and its worker has gone when it is to hear so."""
+    job = spec(2, blocks=2, size=3)
+    job.tensors.append(job_pb2.TensorSpec(name="more", shape=[3], dtype=job_pb2.DTYPE_FLOAT32, group=1))
+    first, second = two(start, job=job)
+    second.begin_call((3, 3), 1)
+    shard = start.shard  # type: ignore[attr-defined]
+    wait_until_counted(start, second, 1)
+    while len(shard.status().waits) < 1:
+        pause()
+
+    block = shard.job.blocks[0]
+    with block.lock:
+        first.begin_step((1, 1), 1, present=[b"\1", b"\1"])  # there are numbers where nothing is present
+        first.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        first.stream.close()
+    while block.version < 2:
+        pause()
+    assert shard.job.blocks[1].version == 1
+
+    while [worker.rank for wait in shard.status().waits for worker in shard.missing_for(wait)] != [0]:
+        assert not second.is_answered(0), "it goes on, and waits for the other block"
+
+
 def test_scalars_that_differ_from_a_steps_are_refused_as_ever(start: Callable[..., StepWorker]) -> None:
     """The error names the worker that made the step, and what it said."""
     first, second = two(start)
@@ -86,6 +114,20 @@ def test_the_bound_holds_steps_back_and_a_step_opens_it(start: Callable[..., Ste
     assert isinstance(second.step((0, 0), 1), Done)
 
     assert first.end_call().clock == 4
+
+
+def test_the_bound_holds_steps_back_after_steps_that_the_shard_has_not_seen(start: Callable[..., StepWorker]) -> None:
+    """Whose pushes other shards alone have: clocks are then above the versions here."""
+    workers = [start(rank, 2, mode="ssp", bound=2) for rank in range(2)]
+    for worker in workers:
+        worker.push_pull((0, 0), 0)
+    for worker in workers:
+        worker.heartbeat(10)
+    for worker in workers:
+        worker.push_pull((0, 0), 10)
+
+    assert [type(workers[0].step((1, 1), clock)) for clock in (11, 12)] == [Done, Done]
+    assert workers[0].step((1, 1), 13) == Again(CASE), "it could not read the answer before the other one has made step 11"
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "ssp"])

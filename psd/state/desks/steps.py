@@ -88,7 +88,7 @@ class StepDesk:
                 return None
             if job.policy.has_rounds and not members.is_settled(job.version_min):
                 return None
-            waited = members.waited_in(job.version_min)
+            waited = members.waited_in(job.version_min) if job.policy.has_rounds else members.waited
             if job.steps is None:
                 job.steps = steps_of(job, members.ranks)
             if job.steps is None:

@@ -216,6 +216,11 @@ class Membership:
             return mask
         return sum(1 << w.rank for w in self.workers if w.is_waited_for and w.floor <= round_)
 
+    @property
+    def waited(self) -> int:
+        """Mask of the workers that are waited for, in whatever round they begin: the bound looks at their clocks."""
+        return self._waited[0]
+
     def is_settled(self, round_: int) -> bool:
         """True if `round_`, and all later ones, wait for the same workers, unless something happens to one."""
         return round_ >= self._waited[1]
@@ -424,9 +429,10 @@ class Membership:
                 worker.state, worker.last_seen = WorkerState.ABSENT, -1.0
             else:
                 worker.state = WorkerState.EXPIRED
-            self._changed(worker)
         if ended:
-            self._refresh()
+            self._refresh()  # first, so that no step of theirs saves them as live again
+        for worker in ended:
+            self._changed(worker)
         return ended
 
     def on_tick(self, now: float) -> list[Worker]:

@@ -139,10 +139,6 @@ class ArmedSteps:
             since = self._attendance.since(number, clock)
             took = self.offered.run(number, clock, since, weight, scalars, present, of_shards)
         if took:
-            session.clock = clock + 1
-            self._totals["pushes"] += 1
-            self._totals["blocks_counted"] += self._block_count
-            self.offered.are_under_way = False
             if of_shards:
                 self._note_rows(made, self.shards)
                 self._rows.came(made.ahead, self._totals)
@@ -150,6 +146,10 @@ class ArmedSteps:
             if self._health.failing_since:
                 for shard in self.shards:
                     self._health.answered(shard)
+            self._totals["pushes"] += 1
+            self._totals["blocks_counted"] += self._block_count
+            session.clock = clock + 1  # from here on nothing calls, so that no signal comes between: the push is over
+            self.offered.are_under_way = False
         if took is not False:
             session.pushing = None
         return took is True
