@@ -29,7 +29,7 @@ from psd.state.tickets import Ticket
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Lane
 from psd_core.arena import Arena, Page
-from psd_core.steps import RankPlace, Ranks
+from psd_core.steps import RankPlace, Ranks, TablesCore
 from psd_core.table import RowSums, TableStore
 
 LEFT_OUT_TYPES = frozenset(
@@ -283,6 +283,9 @@ class Walker:
         self._words.append(repr((value.version, value._core.round, value.lacks_space)))
         self._attributes(value)
 
+    def _tables_core(self, value: TablesCore) -> None:
+        self._words.append(repr((value.version, value.is_open, value.has_tickets, value.unit)))
+
     def _cuts(self, value: Cuts) -> None:
         self.walk([sorted(value._known), value.awaits_positions])
         for cut in value._open:
@@ -316,9 +319,11 @@ class Walker:
             self._words.append(repr(array.tobytes()))
 
     def table(self, store: TableStore) -> None:
-        """Write down a table's rows, without when they were used."""
-        rows = {int(head["id"]): row.tobytes() for batch in store.walk() for head, row in zip(*batch, strict=True)}
-        self._words.append(repr((store.notes().tobytes(), store.counters()["step"], sorted(rows.items()))))
+        """Write down a table's rows, and of the clocks at which they were used only in which order these come."""
+        found = [(head, row.tobytes()) for batch in store.walk() for head, row in zip(*batch, strict=True)]
+        uses = sorted({int(head["used"]) for head, _ in found})
+        rows = sorted((int(head["id"]), row, uses.index(int(head["used"]))) for head, row in found)
+        self._words.append(repr((store.notes().tobytes(), store.counters()["step"], rows)))
 
     def fiber(self, fiber: Fiber) -> None:
         """Write down where a parked fiber is, and what it has in hand."""
@@ -373,6 +378,7 @@ _INSIDE_BY_BASE: tuple[tuple[type, Callable[[Walker, Any], None]], ...] = (
     (RankPlace, Walker._place),
     (Ranks, Walker._nothing),  # the workers walk their places
     (TableStore, Walker.table),
+    (TablesCore, Walker._tables_core),
     (SmallBlock, Walker._small_block),
     (Cuts, Walker._cuts),
     (RowSums, Walker._sums),

@@ -110,6 +110,12 @@ _ARMED = Setting("", has_armed=True, early_steps=2, steps=3, faults=_OF_ARMED, s
 """Whose workers are armed when the search begins: each has made two steps, and makes one more. It is seen whole with one shard
 of two blocks."""
 
+_ROWS: Mapping[str, Any] = {"tables": 1, "blocks": 1, "rows_max": 2}
+"""Of worlds whose steps bring rows, and may bring one that needs room, which no step has."""
+
+_ONE_WORKER: Mapping[str, Any] = {**_ROWS, "programs": ("push_pull",), "rows_max": 4, "steps": 4, "small": {}}
+"""Of worlds that are seen whole with two shards, of two rows each."""
+
 _STOPPED: Mapping[str, Any] = {"programs": ("push_pull_stop", "push_pull"), "successor": "push_pull_stop", "steps": 5}
 
 ARMED = (
@@ -137,8 +143,19 @@ ARMED = (
         faults=frozenset({"pause", *_OF_CUTS, *OF_STEPS}),
     ),
     _ARMED.but(name="armed-lost-disks", shards=1, faults=frozenset({"blank", "die", "lose", *OF_STEPS})),
+    _ARMED.but(name="armed-rows-async", consistency="async", **_ROWS),
+    _ARMED.but(name="armed-rows-sync", **_ONE_WORKER),
+    _ARMED.but(name="armed-rows-tables", consistency="async", **{**_ONE_WORKER, "tables": 2}),
+    _ARMED.but(
+        name="armed-rows-cuts",
+        consistency="async",
+        cuts=1,
+        faults=frozenset({"crash", "pause", *_OF_CUTS, *OF_STEPS}),
+        **{**_ROWS, "programs": ("push_pull",)},
+    ),
 )
-"""Worlds with fast aggregation whose push_pulls travel as armed steps. All other ones never arm: `steps_of` says why."""
+"""Worlds with fast aggregation whose push_pulls travel as armed steps. All other ones never arm: `steps_of` says why. Rounds
+with rows are of one worker."""
 
 _LARGE = Setting("", shards=3, blocks=4, steps=4, programs=("push_pull",) * 3, budget=6, faults=frozenset(FAULTS) - {"blank"})
 _LARGE_ARMED = _LARGE.but(has_armed=True, faults=_LARGE.faults | {*OF_STEPS})
