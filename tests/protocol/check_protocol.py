@@ -110,11 +110,11 @@ _ARMED = Setting("", has_armed=True, early_steps=2, steps=3, faults=_OF_ARMED, s
 """Whose workers are armed when the search begins: each has made two steps, and makes one more. It is seen whole with one shard
 of two blocks."""
 
-_ROWS: Mapping[str, Any] = {"tables": 1, "blocks": 1, "rows_max": 2}
+_ROWS: Mapping[str, Any] = {"tables": 1, "blocks": 1, "shards": 1, "rows_max": 2}
 """Of worlds whose steps bring rows, and may bring one that needs room, which no step has."""
 
-_ONE_WORKER: Mapping[str, Any] = {**_ROWS, "programs": ("push_pull",), "rows_max": 4, "steps": 4, "small": {}}
-"""Of worlds that are seen whole with two shards, of two rows each."""
+_ROWS_OF_ONE: Mapping[str, Any] = {**_ROWS, "programs": ("push_pull",), "steps": 4}
+"""Likewise of one worker. Its second new row takes the place of the first one."""
 
 _STOPPED: Mapping[str, Any] = {"programs": ("push_pull_stop", "push_pull"), "successor": "push_pull_stop", "steps": 5}
 
@@ -144,8 +144,8 @@ ARMED = (
     ),
     _ARMED.but(name="armed-lost-disks", shards=1, faults=frozenset({"blank", "die", "lose", *OF_STEPS})),
     _ARMED.but(name="armed-rows-async", consistency="async", **_ROWS),
-    _ARMED.but(name="armed-rows-sync", **_ONE_WORKER),
-    _ARMED.but(name="armed-rows-tables", consistency="async", **{**_ONE_WORKER, "tables": 2}),
+    _ARMED.but(name="armed-rows-sync", **_ROWS_OF_ONE),
+    _ARMED.but(name="armed-rows-tables", consistency="async", **{**_ROWS_OF_ONE, "tables": 2}),
     _ARMED.but(
         name="armed-rows-cuts",
         consistency="async",
