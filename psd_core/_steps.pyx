@@ -262,33 +262,30 @@ cdef class StepConnection:
 cdef class PlayedStep:
     """One step, from a message that has come whole, piece by piece, without a socket: so tests let others go on between two pieces.
 
-    begin, count for each block, end; then pin as soon as `is_reached`; or again, or abandon. Pieces return 0, or the reason for AGAIN,
-    with which the step has ended. What a store's hook has raised they raise. message: STEP, with its prefix; not in memory.
+    begin, count for each block, the tables' block last, end; then pin as soon as `is_reached`; or again, or abandon. Pieces return 0, or
+    the reason for AGAIN, with which the step has ended. What a store's hook has raised they raise. message: STEP, with its prefix; not in
+    memory.
 
     Attributes:
         is_inside: it is between begin and end, and whoever revokes would wait for it. hands_back: callers' waits are to be ended.
     """
 
-    cdef psd_step step
+    cdef psd_step_connection connection
     cdef Steps steps
-    cdef const unsigned char[::1] message
-    cdef bytearray mask
     cdef readonly bint is_inside
-    cdef double began
 
-    def __cinit__(self, Steps steps, Py_ssize_t rank, bytes message):
-        cdef size_t i, segments = 1
-        cdef unsigned char[::1] mask
+    def __cinit__(self, Steps steps, Py_ssize_t rank, const unsigned char[::1] message):
+        cdef psd_step_connection *c = &self.connection
         steps.ranks.at(rank)
-        if <size_t>len(message) != 16 + steps.head_bytes + steps.gradient_bytes:
-            raise ValueError(f"message: {len(message)} bytes are no step of {steps.head_bytes} and {steps.gradient_bytes}")
-        for i in range(steps.steps.blocks):
-            segments = max(segments, steps.steps.place[i].block.segments)
-        self.steps, self.message, self.mask, self.began = steps, message, bytearray(segments), psd_now()
-        mask = self.mask
-        self.step.steps, self.step.rank, self.step.mask = &steps.steps, rank, &mask[0]
-        self.step.head = <const psd_step_head *>&self.message[16]
-        assert <uintptr_t>self.step.head % 8 == 0
+        self.steps, c.fd = steps, -1
+        c.step.steps, c.step.rank = &steps.steps, rank
+        if psd_step_connection_init(c) != 0:
+            raise MemoryError("no memory for a step")
+        if psd_step_hold(c, <const char *>&message[0], message.shape[0]) != PSD_SERVED_OTHER:
+            raise ValueError(f"message: {message.shape[0]} bytes are no step of {steps.head_bytes} and {steps.gradient_bytes}")
+
+    def __dealloc__(self):
+        psd_step_connection_free(&self.connection)
 
     cdef int checked(self, int reason) except -1:
         cdef BlockCore core
@@ -301,67 +298,74 @@ cdef class PlayedStep:
 
     @property
     def blocks(self):
-        """Number of blocks."""
-        return self.steps.steps.blocks
+        """Number of blocks, the tables' block among them."""
+        return psd_step_blocks(&self.steps.steps)
 
     @property
     def clock(self):
         """The clock of the push."""
-        return self.step.head.clock
+        return self.connection.step.head.clock
 
     @property
     def hands_back(self):
-        return self.step.hands_back != 0
+        return self.connection.step.hands_back != 0
 
     def begin(self):
         """Look whether it may be taken, and enter."""
         self.is_inside = True
-        return self.checked(psd_step_begin(&self.step))
+        return self.checked(psd_step_find_rows(&self.connection) or psd_step_begin(&self.connection.step))
 
     def count(self, size_t i):
-        """Count the gradient of a block."""
+        """Count the gradient of a block, or of all tables."""
         cdef size_t at = 16 + self.steps.head_bytes, k
-        assert self.is_inside and i < self.steps.steps.blocks
+        assert self.is_inside and i < self.blocks
+        if i == self.steps.steps.blocks:
+            return self.checked(psd_step_count_rows(&self.connection.step))
         for k in range(i):
             at += psd_eights(self.steps.steps.place[k].gradient_bytes)
-        return self.checked(psd_step_count(&self.step, i, &self.message[at]))
+        return self.checked(psd_step_count(&self.connection.step, i, self.connection.buffer + at))
 
     def end(self):
         """Leave: all blocks have come."""
         assert self.is_inside
-        psd_step_end(&self.step)
+        psd_step_end(&self.connection.step)
         self.is_inside = False
         self.checked(0)
 
     @property
     def is_reached(self):
         """True if the rounds have closed."""
-        return psd_step_reached(&self.step) != 0
+        return psd_step_reached(&self.connection.step) != 0
 
     @property
     def is_revoked(self):
         """True if its epoch is not its rank's any more."""
-        return psd_see(&self.steps.ranks.at(self.step.rank).epoch) != self.step.head.epoch
+        return psd_see(&self.steps.ranks.at(self.connection.step.rank).epoch) != self.connection.step.head.epoch
 
     def pin(self):
-        """Answer: returns the reason; versions of the blocks; how many have counted the gradient; and the blocks' bytes."""
+        """Answer: returns the reason; versions of the blocks; how many have counted the gradient; the bytes of the blocks that have
+        some; and those of the rows that were asked for, as they travel."""
+        cdef psd_step *t = &self.connection.step
         cdef psd_page *page
         cdef size_t i
-        cdef int reason = psd_step_pin(&self.step, self.began)
+        cdef int reason = psd_step_pin(t, self.connection.began)
         if reason:
-            return reason, [], 0, []
+            return reason, [], 0, [], b""
         versions, values = [], []
         for i in range(self.steps.steps.blocks):
-            page = &self.steps.steps.place[i].block.page[self.step.page[i]]
+            page = &self.steps.steps.place[i].block.page[t.page[i]]
             versions.append(page.version)
             values.append(page.body[: self.steps.steps.place[i].parameter_bytes])
-        psd_step_unpin(&self.step)
-        return 0, versions, (<object>self.step.counted_blocks).bit_count(), values
+        psd_step_unpin(t)
+        if self.steps.tables is not None:
+            versions.append(t.tables_version)
+        nbytes = psd_step_answered_bytes(&self.connection)
+        return 0, versions, (<object>t.counted_blocks).bit_count(), values, self.connection.rows[:nbytes] if nbytes else b""
 
     def again(self, int reason):
         """End it while it waits; returns the reason."""
-        return psd_step_again(&self.step, reason, 0)
+        return psd_step_again(&self.connection.step, reason, 0)
 
     def abandon(self):
         """End it: nobody waits for the answer any more."""
-        psd_step_abandon(&self.step)
+        psd_step_abandon(&self.connection.step)

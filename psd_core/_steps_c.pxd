@@ -50,7 +50,8 @@ cdef extern from "steps.h" nogil:
         uint64_t counted_blocks
         int hands_back
         int64_t page[PSD_STEP_BLOCKS_MAX]
-        uint8_t *mask
+        uint64_t tables_version
+    size_t psd_step_blocks(const psd_steps *)
     int psd_steps_init(psd_steps *)
     void psd_steps_free(psd_steps *)
     int psd_steps_hear(psd_steps *, uint64_t round, int64_t rank, uint64_t since, const double *scalars, int is_alike)
@@ -58,6 +59,7 @@ cdef extern from "steps.h" nogil:
     int psd_steps_voice(psd_steps *, int odd, psd_step_voice *copy)
     int psd_step_begin(psd_step *)
     int psd_step_count(psd_step *, size_t i, const void *gradient)
+    int psd_step_count_rows(psd_step *)
     void psd_step_end(psd_step *)
     int psd_step_reached(const psd_step *)
     int psd_step_pin(psd_step *, double began)
@@ -87,8 +89,13 @@ cdef extern from "step_loop.h" nogil:
         size_t memory_bytes
         uint64_t done
         char *buffer
+        char *rows
+        double began
         size_t capacity, have
     int psd_step_connection_init(psd_step_connection *)
     void psd_step_connection_free(psd_step_connection *)
     psd_served psd_steps_serve(psd_step_connection *)
     void psd_step_cancel(psd_step_connection *)
+    psd_served psd_step_hold(psd_step_connection *, const char *message, size_t nbytes)
+    int psd_step_find_rows(psd_step_connection *)
+    size_t psd_step_answered_bytes(const psd_step_connection *)

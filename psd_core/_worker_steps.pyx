@@ -303,8 +303,9 @@ cdef class WorkerSteps:
         return 0
 
     def arm(self, size_t shard, int fd, uint64_t epoch):
-        """Make the next steps of a shard over this socket, as of this epoch."""
-        self.shard(shard).fd = fd
+        """Make the next steps of a shard over this socket, as of this epoch. One that was given up while under way is gone."""
+        cdef psd_worker_step *s = self.shard(shard)
+        s.fd, s.state = fd, PSD_STEP_UNSENT
         self.facts[shard].epoch = epoch
 
     def run(self, uint64_t session, uint64_t clock, uint64_t since, double weight, object scalars, list present):

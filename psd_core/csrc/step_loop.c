@@ -118,12 +118,13 @@ static int are_in_memory(const psd_step_connection *c, uint64_t at, uint64_t nby
     return c->memory && at >= 64 && at % sizeof(float) == 0 && at <= c->memory_bytes && nbytes <= c->memory_bytes - at;
 }
 
-/* Finds the rows of the step in the buffer, which begin at `ids`. 0, or the reason for AGAIN. */
-static int find_rows(psd_step_connection *c, const char *ids)
+int psd_step_find_rows(psd_step_connection *c)
 {
-    const psd_tables *tables = c->step.steps->tables;
+    const psd_steps *s = c->step.steps;
+    const psd_tables *tables = s->tables;
+    const char *ids = c->buffer + PREFIX + s->head_bytes + (c->in_memory ? 0 : s->gradient_bytes);
     size_t pulled = 0;
-    for (size_t i = 0; i < tables->count; i++) {
+    for (size_t i = 0; tables && i < tables->count; i++) {
         const psd_step_rows_head *h = &rows_heads(c)[i];
         psd_step_rows *rows = &c->step.rows[i];
         const uint64_t pushed_bytes = h->pushed * row_bytes(tables, i), pulled_bytes = h->pulled * row_bytes(tables, i);
@@ -141,7 +142,7 @@ static int find_rows(psd_step_connection *c, const char *ids)
     if (make_room(&c->rows, &c->rows_capacity, pulled) != 0)
         return PSD_AGAIN_CASE;
     char *to = c->rows;
-    for (size_t i = 0; i < tables->count; i++) {
+    for (size_t i = 0; tables && i < tables->count; i++) {
         const psd_step_rows_head *h = &rows_heads(c)[i];
         psd_step_rows *rows = &c->step.rows[i];
         rows->gradients = (const float *)(h->pushed_at ? c->memory + h->pushed_at : ids);
@@ -152,8 +153,7 @@ static int find_rows(psd_step_connection *c, const char *ids)
     return 0;
 }
 
-/* The bytes of rows that travel in DONE; they lie one behind the other. */
-static size_t answered_bytes(const psd_step_connection *c)
+size_t psd_step_answered_bytes(const psd_step_connection *c)
 {
     const psd_tables *tables = c->step.steps->tables;
     size_t nbytes = 0;
@@ -168,7 +168,7 @@ static int send_done(psd_step_connection *c)
     const psd_step *t = &c->step;
     const psd_steps *s = t->steps;
     const uint32_t counted = (uint32_t)__builtin_popcountll(t->counted_blocks), blocks = (uint32_t)psd_step_blocks(s);
-    const size_t rows = answered_bytes(c);
+    const size_t rows = psd_step_answered_bytes(c);
     struct {
         psd_step_prefix prefix;
         psd_done_head head;
@@ -210,7 +210,7 @@ static int take(psd_step_connection *c)
     t->head = (const psd_step_head *)(c->buffer + PREFIX);
     if (t->head->place >= c->places)
         return PSD_AGAIN_CASE;
-    int reason = s->tables ? find_rows(c, at + (c->in_memory ? 0 : s->gradient_bytes)) : 0;
+    int reason = psd_step_find_rows(c);
     if (reason)
         return reason;
     reason = psd_step_begin(t);
@@ -310,6 +310,18 @@ static psd_served receive_step(psd_step_connection *c)
     }
     c->message_bytes = front + payload;
     return receive(c, c->message_bytes, c->message_bytes);
+}
+
+psd_served psd_step_hold(psd_step_connection *c, const char *message, size_t nbytes)
+{
+    if (nbytes < PREFIX + c->step.steps->head_bytes)
+        return PSD_SERVED_WRONG;
+    if (make_room(&c->buffer, &c->capacity, nbytes) != 0)
+        return PSD_SERVED_ERROR;
+    memcpy(c->buffer, message, nbytes);
+    c->have = nbytes, c->began = psd_now(), c->step.head = (const psd_step_head *)(c->buffer + PREFIX);
+    const psd_served status = receive_step(c); /* finds all of it there */
+    return status == PSD_SERVED_OTHER && c->message_bytes == nbytes ? PSD_SERVED_OTHER : PSD_SERVED_WRONG;
 }
 
 psd_served psd_steps_serve(psd_step_connection *c)

@@ -39,4 +39,11 @@ psd_served psd_steps_serve(psd_step_connection *);
 /* From any thread: the peer is hung up on. */
 void psd_step_cancel(psd_step_connection *);
 
+/* A step without a socket, for tests, who then take its pieces. Puts a whole message into the buffer. PSD_SERVED_OTHER: it is one. */
+psd_served psd_step_hold(psd_step_connection *, const char *message, size_t nbytes);
+/* Finds the rows of the step in the buffer. 0, or the reason for AGAIN. */
+int psd_step_find_rows(psd_step_connection *);
+/* The bytes of rows that travel in DONE, which lie one behind the other in `rows`. */
+size_t psd_step_answered_bytes(const psd_step_connection *);
+
 #endif

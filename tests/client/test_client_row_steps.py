@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -9,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from client_faults import in_threads
+from client_faults import Thread, in_threads, until
+from short_ways import Watch
 
 from psd.contract.errors import NonFiniteGradient
 from psd.rim.steps import OfferedSteps
@@ -155,3 +158,40 @@ def test_an_interrupt_when_a_step_has_come_leaves_it_to_the_same_call(
         assert params["w"].tolist() == [-4.0] * 3
         assert ps.tables["t"].pull(ids).tolist() == [[-4.0] * 2] * 3
         assert (ps.clock, ps.stats()["pushes_dropped"]) == (4, 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_interrupt_leaves_a_step_with_rows_to_the_next_call(
+    cluster: Callable[..., Any], watch: Watch, transport: str
+) -> None:
+    """The step is given up while it is under way, and the ones after it are steps again. They raised AssertionError."""
+    running = cluster(1)
+    main = threading.main_thread().ident
+    assert main is not None
+    with connect(running.servers, 0, 1, transport=transport) as ps:
+        ps.declare({}, SGD(lr=1.0), consistency="async", tables=[TABLE])
+        rows = {"t": (np.arange(2), np.ones((2, 2), np.float32))}
+        ps.push_pull({}, tables=rows)
+        tables = running.shards[0].shard.job.tables
+        before = len(watch.took)
+
+        def interrupt() -> None:
+            with tables.lock:  # the shard cannot answer
+                is_held.set()
+                until(lambda: len(watch.took) > before)
+                signal.pthread_kill(main, signal.SIGINT)
+                assert watch.after.wait(100)
+
+        is_held = threading.Event()
+        interrupting = Thread(interrupt)
+        assert is_held.wait(100)
+        with pytest.raises(KeyboardInterrupt):
+            ps.push_pull({}, tables=rows)
+        interrupting.result()
+
+        for _ in range(5):  # the first of these is the push that was interrupted
+            ps.push_pull({}, tables=rows)
+
+        assert ps.tables["t"].pull(np.arange(2)).tolist() == [[-6.0] * 2] * 2
+    assert watch.took[before] is False
+    assert True in watch.took[before + 1 :]

@@ -284,7 +284,8 @@ class Walker:
         self._attributes(value)
 
     def _tables_core(self, value: TablesCore) -> None:
-        self._words.append(repr((value.version, value.round, value.has_sum, value.is_lent, value.is_due)))
+        told = value.is_lent, value.is_due, value.has_steps, value.has_tickets, value.unit
+        self._words.append(repr((value.version, value.round, value.has_sum, *told)))
 
     def _cuts(self, value: Cuts) -> None:
         self.walk([sorted(value._known), value.awaits_positions])
@@ -319,9 +320,11 @@ class Walker:
             self._words.append(repr(array.tobytes()))
 
     def table(self, store: TableStore) -> None:
-        """Write down a table's rows, without when they were used."""
-        rows = {int(head["id"]): row.tobytes() for batch in store.walk() for head, row in zip(*batch, strict=True)}
-        self._words.append(repr((store.notes().tobytes(), store.counters()["step"], sorted(rows.items()))))
+        """Write down a table's rows, and of the clocks at which they were used only in which order these come."""
+        found = [(head, row.tobytes()) for batch in store.walk() for head, row in zip(*batch, strict=True)]
+        uses = sorted({int(head["used"]) for head, _ in found})
+        rows = sorted((int(head["id"]), row, uses.index(int(head["used"]))) for head, row in found)
+        self._words.append(repr((store.notes().tobytes(), store.counters()["step"], rows)))
 
     def fiber(self, fiber: Fiber) -> None:
         """Write down where a parked fiber is, and what it has in hand."""
@@ -376,8 +379,8 @@ _INSIDE_BY_BASE: tuple[tuple[type, Callable[[Walker, Any], None]], ...] = (
     (RankPlace, Walker._place),
     (Ranks, Walker._nothing),  # the workers walk their places
     (TableStore, Walker.table),
-    (SmallBlock, Walker._small_block),
     (TablesCore, Walker._tables_core),
+    (SmallBlock, Walker._small_block),
     (Cuts, Walker._cuts),
     (RowSums, Walker._sums),
     (types.GeneratorType, Walker._generator),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import green
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from wire import UNREACHED, Outcome
 
+from psd.contract.rows import TableRows
 from psd.v1 import bulk_pb2
 from psd_client.lanes.flat import FlatBuffers
 from psd_client.lanes.transport import Call, Cancelled
@@ -179,6 +181,10 @@ class FakeStepping:
     def offered(self, gradients: FlatBuffers, parameters: FlatBuffers) -> bulk_pb2.StepOffer | None:
         del gradients, parameters
         return self.offer
+
+    def places(self, rows: Sequence[TableRows]) -> list[int]:
+        """Rows travel."""
+        return []
 
     def hold(self, offer: bulk_pb2.StepOffer) -> bool:
         return self.offer is offer

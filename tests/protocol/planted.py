@@ -5,11 +5,14 @@ Each is a function that takes pytest's monkeypatch and undoes the mending as loc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from published import notes_of
 from step_serving import WatchedRanks
+from watched_tables import WatchedTables
 
 from psd.rim.data_plane import DataPlane
 from psd.state.aggregation.agreement import Agreement, Voice
@@ -25,6 +28,7 @@ from psd.state.desks.transfers import Pull, Push
 from psd.state.durability.client_states import ClientStates
 from psd.state.job import Job
 from psd.state.tables.block import TablesBlock
+from psd.state.tables.partition import VERSION
 from psd.state.workers.membership import Membership
 from psd.v1 import data_pb2
 from psd_client.lanes.transport import Call, GradientPart, Lane
@@ -321,6 +325,36 @@ def repeat_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return outcome
 
     monkeypatch.setattr(SmallBlock, "contribute", again)
+
+
+def rows_of_a_step_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of pushes that come the long way lacks those that have come as steps."""
+    see = TablesBlock._see
+
+    def forgetful(block: TablesBlock) -> None:
+        before = [partition.notes.copy() for partition in block.partitions]
+        see(block)
+        for partition, notes in zip(block.partitions, before, strict=True):
+            notes[VERSION] = partition.notes[VERSION]
+            partition.note(notes)
+        block._recall()
+
+    monkeypatch.setattr(TablesBlock, "_see", forgetful)
+
+
+def rows_without_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step publishes its rows, and does not note whose push they are of."""
+    watching_step = WatchedTables.watching_step
+
+    def forgetful(tables: WatchedTables, call: Callable[[], int]) -> int:
+        before = [notes_of(store) for store in tables._stores]
+        outcome = watching_step(tables, call)
+        for store, notes in zip(tables._stores, before, strict=True):
+            notes[VERSION] = notes_of(store)[VERSION]
+            store.write(np.empty(0, np.uint64), np.empty((0, store.spec.layout.width), np.float32), notes=notes)
+        return outcome
+
+    monkeypatch.setattr(WatchedTables, "watching_step", forgetful)
 
 
 def close_that_forgets_tickets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ class Program:
         self.told: list[str] = []
         self.ps: FlatCalls | None = None
         self.spare: Spare | None = None
+        self.has_new_row = False  # the last gradient
 
     def run(self, connect: Callable[[], FlatCalls]) -> None:
         """The whole life of the process."""
@@ -140,6 +141,8 @@ class Program:
 
     def new_gradient(self) -> int:
         gradient = self.first + len(self.books)
+        is_free = self.setting.rows_max > 0 and self.clock >= self.setting.early_steps
+        self.has_new_row = is_free and self.choose("rows that are there", ("no others", "and a new one")) == "and a new one"
         self.books[gradient] = "open"
         if self.setting.parts:
             self.parts[gradient] = self._turn()
@@ -211,9 +214,12 @@ class Program:
         return np.array([self.setting.part_of(block) == self.parts[gradient] for block in range(self.setting.blocks)])
 
     def _rows(self, gradient: int) -> Gradients:
-        """The gradients of rows: on every shard, in every table."""
+        """The gradients of rows: on every shard, in every table; those of new rows, which nobody counts, are zeros."""
         ids = self.setting.ids
         values = np.tile(row_of(gradient, len(self.setting.processes)), (len(ids), 1))
+        if self.has_new_row:
+            ids = np.concatenate([ids, self.setting.new_ids(gradient)])
+            values = np.concatenate([values, np.zeros_like(values)])
         return dict.fromkeys(range(self.setting.tables), (ids, values))
 
     def look(self) -> None:

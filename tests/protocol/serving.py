@@ -102,10 +102,16 @@ class Handler:
 class Desks:
     """What one life of a shard serves requests with."""
 
-    def __init__(self, shard: Shard, history: History, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        history: History,
+        ranks: Sequence[int],
+        watching_rows: Callable[[Callable[[], int]], int],
+    ) -> None:
         self._shard = shard
         self._history = history
-        self.door = StepDoor(shard, history, dict(enumerate(ranks)))
+        self.door = StepDoor(shard, history, dict(enumerate(ranks)), watching_rows)
         self._plane = DataPlane(shard, LANE)
         self._control = ControlService(
             shard,

@@ -45,7 +45,9 @@ class Setting:
             rest; else it does so at once. has_slow_beats: so are heartbeats that find a shard
             restarted, and what they lead to; else they are soon done, and no faster than a call that is on its way there.
             has_checkpoint: the job goes on from one, and may go back to it.
-            tables: how many there are; each push has a gradient for one of their rows on every shard.
+            tables: how many there are; each push has a gradient for one of their rows on every shard. rows_max: limit of each
+            table; above 0, a program that has made its early steps chooses before each push whether there is also one for a
+            row that nobody has named before, for which the rows that were used longest ago make room.
             parts: how many the tensors are in, of which each step is of one; 0: the job has no parts.
             has_residuals: gradients travel compressed, and what is left out of one goes with the next; see residuals.py.
         cuts: how many shard 0 announces, at any moments; workers then save with each push which gradient it has.
@@ -67,6 +69,7 @@ class Setting:
     quorum: int = 0
     blocks: int = 2
     tables: int = 0
+    rows_max: int = 0
     parts: int = 0
     has_residuals: bool = False
     shards: int = 2
@@ -105,7 +108,10 @@ class Setting:
             "sum",
             self.quorum,
             self.aggregation,
-            tables=tuple(SparseTableSpec(f"r{i}", len(self.processes), self.blocks) for i in range(self.tables)),
+            tables=tuple(
+                SparseTableSpec(f"r{i}", len(self.processes), group=self.blocks, max_rows=self.rows_max)
+                for i in range(self.tables)
+            ),
             compression=Compression(self.codec),
             **self.job,
         )
@@ -148,10 +154,18 @@ class Setting:
 
     @cached_property
     def ids(self) -> NDArray[np.uint64]:
-        """The row of each shard, or of each that has stored what the job goes on from."""
+        """The row of each shard that all gradients have, or of each that has stored what the job goes on from."""
+        return np.array([own[0] for own in self._ids_of_shards], np.uint64)
+
+    def new_ids(self, gradient: int) -> NDArray[np.uint64]:
+        """Likewise the rows that this gradient alone has."""
+        return np.array([own[1 + gradient] for own in self._ids_of_shards], np.uint64)
+
+    @cached_property
+    def _ids_of_shards(self) -> list[list[int]]:
         shards = self.stored_by or self.shards
         owners = shard_of(np.arange(1000, dtype=np.uint64), shards).tolist()
-        return np.array([owners.index(shard) for shard in range(shards)], np.uint64)
+        return [[number for number, owner in enumerate(owners) if owner == shard] for shard in range(shards)]
 
     def scalars(self, step: int) -> list[list[float]]:
         """Of the step that a process makes as its `step`th. What differs has no part in the arithmetic."""

@@ -22,6 +22,7 @@ from serving import Broken, Context, Desks, GreenTicket, Handler, Paused
 from setting import Setting
 from shard_view import Key, ShardTold, ShardView
 from step_serving import StepDoor
+from watched_tables import Killed, WatchedTables
 from wire import UNREACHED, Numbers, Outcome
 
 from psd.checkpoint import CheckpointDirectory
@@ -46,10 +47,6 @@ LOSS_S = 1e-4
 
 NO_STATE = ("restarts", "left_at")
 """Words that only count, or are times."""
-
-
-class Killed(BaseException):
-    """The process dies here."""
 
 
 class PausingLock:
@@ -84,25 +81,20 @@ class PausingLock:
 
 
 class WatchedStorage(Storage):
-    """Storage whose arenas and tables tell the history what is published.
-
-    A table's transaction happens as a whole here: no exception may pass through its C code. tests/core kills in there.
-    """
+    """Storage whose arenas and tables tell the history what is published."""
 
     def create_tables(self, *arguments: Any) -> Any:
-        self._tables_crash_point = None
-        return self._watched_tables(super().create_tables(*arguments))
+        return self._watched_tables(lambda: super(WatchedStorage, self).create_tables(*arguments))
 
     def open_tables(self, count: int) -> Any:
-        self._tables_crash_point = None
-        return self._watched_tables(super().open_tables(count))
+        return self._watched_tables(lambda: super(WatchedStorage, self).open_tables(count))
 
-    @staticmethod
-    def _watched_tables(stores: Sequence[TableStore]) -> Sequence[TableStore]:
+    def _watched_tables(self, make: Callable[[], Sequence[TableStore]]) -> Sequence[TableStore]:
         process = ShardProcess.active
         assert process is not None
-        for table, store in enumerate(stores):
-            process.watch_table(table, store)
+        self._tables_crash_point = process.tables.on_store
+        stores = make()
+        process.tables.watch(stores)
         return stores
 
     def create(self, *arguments: Any, **options: Any) -> Any:
@@ -178,6 +170,7 @@ class ShardProcess:
         self._crash_points: dict[bytes, int] = {}
         self.history = History(setting, index)
         self.history.waited_in = self._waited_in
+        self.tables = WatchedTables(setting, index, self.history, self._crash_point)
         self.cut_parts = CutParts(setting, index, files, directory.with_name(f"{directory.name}-stored"))
         self._shard: Shard | None = None
         self._desks: Desks | None = None
@@ -203,7 +196,8 @@ class ShardProcess:
             directory=CheckpointDirectory(self._checkpoints) if self._checkpoints else None,
         )
         self._shard.steps.can_arm = self._setting.has_armed  # by the clock it would not
-        self._desks = Desks(self._shard, self.history, [rank for rank, _ in self._setting.processes])
+        ranks = [rank for rank, _ in self._setting.processes]
+        self._desks = Desks(self._shard, self.history, ranks, self.tables.watching_step)
         self.cut_parts.begin(self._shard, config)
         if self._setting.stored_by and self._lives == 1:
             self.history.seed(self._shard)
@@ -228,24 +222,6 @@ class ShardProcess:
 
         arena.publish = watched
         watch_cores(arena, lambda slot, *published: self.history.on_publish(blocks[slot], *published))
-
-    def watch_table(self, table: int, store: TableStore) -> None:
-        """Have a table's store tell the history what each transaction has brought; the process may die between two of them."""
-        ids = self._setting.ids[self._index : self._index + 1]
-
-        def note() -> None:
-            self.history.on_commit(table, int(notes_of(store)[0]), store.read(ids)[0])
-
-        commit = store.commit
-
-        def watched() -> None:
-            self._crash_point("table.before")
-            commit()
-            note()
-            self._crash_point("table.after")
-
-        store.commit = watched  # type: ignore[method-assign]
-        note()
 
     # -- what the code that runs comes by ------------------------------------------------------------------------------
 
@@ -371,6 +347,7 @@ class ShardProcess:
         if storage.arena is not None:
             storage.arena._directory.close()
         close_stores(storage.tables, remove=False)
+        self.tables.end_life()
         self._abandoned.append(self._fibers)  # nothing of it runs any more, not even to clear up
         self._fibers, self._handlers, self._replies = Fibers(), {}, []
         self._shard, self._desks, self._has_died, self.locks_held = None, None, False, 0

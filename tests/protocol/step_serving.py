@@ -2,8 +2,15 @@
 that others have their turn between two pieces of one step; the pieces, and what they do to blocks, are the real C.
 
 Whoever revokes waits until no step is inside: here that step goes on to its end at once, before anything is revoked. C tells
-the time by a clock of its own; here it stands still, so what C has noted of it is set to the shard's. Must not know more of
-workers.
+the time by a clock of its own; here it stands still, so what C has noted of it is set to the shard's.
+
+Numbers travel in messages here, also those that would lie in memory which a worker and a shard of one machine share: for what
+is explored that is the same. A worker writes to that memory while no step of it is under way, and one that gives a step up
+waits until the shard has let go of it, or has memory of its own from then on (psd_client/lanes/bulk_connection.py): so what a
+shard finds there when it counts is what the message would have had, and none comes late. What a shard writes there is looked
+at when DONE has come. Pages that are lent belong to pulls, and a worker that borrows them makes no steps
+(ArmedSteps.are_wanted). Rows that are asked for ahead are read in the piece that pins; these workers ask for none.
+Must not know more of workers.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import green
@@ -95,12 +103,22 @@ class ServedStep:
         counted: blocks that have counted it. has_left: it is not inside any more.
     """
 
-    def __init__(self, shard: Shard, armed: Armed, rank: int, message: bytes, history: History) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        armed: Armed,
+        rank: int,
+        message: bytes,
+        history: History,
+        watching_rows: Callable[[Callable[[], int]], int],
+    ) -> None:
         self._shard = shard
+        self._watching_rows = watching_rows
         self.armed, self.rank, self._history = armed, rank, history
         (self.session,) = _SESSION.unpack_from(message, _SESSION_AT)
         self.played = PlayedStep(armed.steps, rank, message)
         self._blocks = [block for block in armed.job.blocks.values() if isinstance(block, SmallBlock)]
+        self._tables = armed.job.tables
         self.done = self.reason = 0
         self.counted: list[int] = []
         self.has_left = self._is_awaited = False
@@ -123,15 +141,29 @@ class ServedStep:
         self.has_left = bool(self.reason) or piece > played.blocks
 
     def _count(self, place: int) -> None:
+        if place == len(self._blocks):
+            self._count_rows(place)
+            return
         block = self._blocks[place]
         core = block._core
         assert isinstance(core, WatchedCore)
         before = core.version, core.contributors
         self.reason = core.watching(lambda: self.played.count(place))
         if (core.version, core.contributors) != before:
-            self.counted.append(block.index)
-            if not self._is_awaited and (changed := self._changed(before[0])):
-                self._history.wrong.append(f"block {block.index} counts a step of worker {self.rank}, though {changed}")
+            self._has_counted(block.index, before[0])
+
+    def _count_rows(self, place: int) -> None:
+        tables = self._tables
+        assert tables is not None
+        before = tables.version
+        self.reason = self._watching_rows(lambda: self.played.count(place))
+        if tables.version != before:
+            self._has_counted(tables.index, before)
+
+    def _has_counted(self, block: int, version: int) -> None:
+        self.counted.append(block)
+        if not self._is_awaited and (changed := self._changed(version)):
+            self._history.wrong.append(f"block {block} counts a step of worker {self.rank}, though {changed}")
 
     def _changed(self, round_: int) -> str:
         """A fact that steps rely on, and that has changed since it was armed; "": none."""
@@ -172,6 +204,7 @@ class StepDoor:
     """Where steps arrive in one life of a shard.
 
     Attributes:
+        watching_rows: returns the outcome of a call of C that may publish rows; the shard may die in there.
         armed: by process, what its connection takes steps of; None: nothing; not there: it has no connection.
         under_way: by fiber, the steps that are being taken.
     """
@@ -179,6 +212,7 @@ class StepDoor:
     shard: Shard
     history: History
     ranks: Mapping[int, int]
+    watching_rows: Callable[[Callable[[], int]], int]
     armed: dict[int, Armed | None] = field(default_factory=dict)
     under_way: dict[Fiber, ServedStep] = field(default_factory=dict)
 
@@ -192,9 +226,11 @@ class StepDoor:
         if not request.wants_steps or (armed := self.shard.steps.arm(header, reply, LANE)) is None:
             return b""
         self.armed[request.process] = armed
+        tables = armed.job.tables
         offer = bulk_pb2.StepOffer(
             epoch=armed.epoch,
-            blocks=[index for index, block in armed.job.blocks.items() if block.is_trained],
+            blocks=_blocks_of(armed),
+            tables=0 if tables is None else len(tables.partitions),
             scalars=sum(len(group.values) for group in header.scalars),
             head_bytes=armed.steps.head_bytes,
             gradient_bytes=armed.steps.gradient_bytes,
@@ -226,7 +262,8 @@ class StepDoor:
         """
         if (armed := self.armed[request.process]) is None:
             return _again(AGAIN_REVOKED)
-        step = ServedStep(self.shard, armed, self.ranks[request.process], request.body, self.history)
+        rank = self.ranks[request.process]
+        step = ServedStep(self.shard, armed, rank, request.body, self.history, self.watching_rows)
         fiber = green.current()
         self.under_way[fiber] = step
         try:
@@ -257,19 +294,19 @@ class StepDoor:
             elif green.park(StepWait(played)) == "time out":
                 step.reason = played.again(AGAIN_LONG_WAIT)
         versions: list[int] = []
-        counted, values = 0, list[bytes]()
+        counted, values, rows = 0, list[bytes](), b""
         if not step.reason:
             on_piece()
-            step.reason, versions, counted, values = played.pin()
+            step.reason, versions, counted, values, rows = played.pin()
         if step.reason:
             self.armed[request.process] = None
             self.shard.steps.end_waits(step.armed.job, step.rank)
             return _again(step.reason)
-        blocks = [index for index, block in step.armed.job.blocks.items() if block.is_trained]
-        for block, version, numbers in zip(blocks, versions, values, strict=True):
-            self.history.on_read(block, version, np.frombuffer(numbers), played.clock + 1)
+        blocks = _blocks_of(step.armed)
+        for block, version, numbers in zip_longest(blocks, versions, values):
+            self.history.on_read(block, version, None if numbers is None else np.frombuffer(numbers), played.clock + 1)
         head = _DONE.pack(played.clock + 1, counted, len(blocks) - counted) + struct.pack(f"<{len(blocks)}Q", *versions)
-        payload = b"".join(values)  # of 8 bytes each
+        payload = b"".join(values) + rows  # each of a multiple of 8 bytes
         body = _PREFIX.pack(Kind.DONE, len(head), len(payload)) + head + payload
         return Outcome(body, tuple(sorted(zip(blocks, versions, strict=True))))
 
@@ -296,6 +333,12 @@ class StepDoor:
         if core.job is not None and core.job.steps is not None:
             found.append(core.job.steps.known(max(0, core.job.version_min - 1)))
         return found
+
+
+def _blocks_of(armed: Armed) -> list[int]:
+    """The blocks of a step; those of all tables are the last one."""
+    tables = armed.job.tables
+    return [index for index, block in armed.job.blocks.items() if block.is_trained] + ([] if tables is None else [tables.index])
 
 
 def _again(reason: int) -> Outcome:

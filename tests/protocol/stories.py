@@ -168,8 +168,8 @@ def _gradients(payload: bytes) -> Iterable[int]:
 
 
 def _step(message: bytes) -> str:
-    epoch, session, clock = struct.unpack_from("<QQQ", message, 16)
-    (value,) = struct.unpack("<d", message[-8:])
+    _, head_bytes, _, epoch, session, clock = struct.unpack_from("<IIQQQQ", message)
+    (value,) = struct.unpack_from("<d", message, 16 + head_bytes)
     gradients = ", ".join(map(str, counts_in(value)))
     return f"step gradient {gradients} clock {clock} (session {session}, epoch {epoch % 256} of {epoch >> 8})"
 

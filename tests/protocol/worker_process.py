@@ -320,7 +320,7 @@ class WorkerProcess:
         program = self.program
         if program.ended:
             return walker
-        walker.walk((program.steps_made, program.errors, program.versions, program.told_part))
+        walker.walk((program.steps_made, program.errors, program.versions, program.told_part, program.has_new_row))
         ps = program.ps
         if ps is not None and hasattr(ps, "_session"):
             walker.walk([ps._session, ps._barriers, ps._exchange, ps._turn, ps._untold, ps._last_failed])
