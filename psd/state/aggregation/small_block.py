@@ -19,11 +19,11 @@ from psd.contract.layout import Block
 from psd.state import locks
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import Policy, Sync
-from psd.state.aggregation.core_times import CoreTimes
 from psd.state.aggregation.rounds import Contribution, FastRound, Outcome, Round, Taken, Update
 from psd.state.aggregation.rules import BoundRule
 from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.trained import RoundServices, not_counted
+from psd.state.counts import CoreTimes
 from psd.state.tickets import Ticket
 from psd.state.workers.membership import Membership
 from psd_core import RULES, arena

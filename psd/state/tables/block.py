@@ -26,11 +26,11 @@ from psd.contract.jobspec import JobSpec
 from psd.contract.rows import TableRows
 from psd.contract.verdicts import Squares, Verdict
 from psd.state import locks
-from psd.state.aggregation.core_times import CoreTimes
 from psd.state.aggregation.rounds import Contribution, Round, RoundSetting, Unmeasured, Update, segments
 from psd.state.aggregation.rules import Gradient, Static
 from psd.state.aggregation.staleness import SteppedAges
 from psd.state.aggregation.trained import RoundServices, Trained
+from psd.state.counts import CoreTimes
 from psd.state.pages import Counted, SetMark
 from psd.state.tables.fast_round import FastRowsRound
 from psd.state.tables.own_rule import RowsFailed

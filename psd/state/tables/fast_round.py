@@ -112,7 +112,7 @@ class FastRowsRound(Round):
 
     def _by_group(self, scalars: Sequence[float]) -> tuple[tuple[float, ...], ...]:
         rest = iter(scalars)
-        return tuple(tuple(itertools.islice(rest, count)) for count in self._scalars)
+        return tuple([tuple(itertools.islice(rest, count)) for count in self._scalars])
 
     # -- sums ----------------------------------------------------------------------------------------------------------
 
