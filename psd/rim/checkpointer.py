@@ -321,25 +321,30 @@ class Checkpointer:
         )
 
     def _write(self, snapshot: Snapshot) -> None:
-        job, cut = snapshot.job, self._cut_of(snapshot)
+        job, cut, own = snapshot.job, self._cut_of(snapshot), self._config.shard_index
+        # Shards without blocks get no pushes, and may hear of a cut too late: the first one writes their parts, too. Both write
+        # the same, since either may be the last.
+        others = range(1, 1 if job.spec.tables else job.layout.shard_count)
+        empty = [index for index in others if not job.layout.blocks_of(index)]
         started = self._now()
         with self._vectors(snapshot, cut) as vectors:
-            nbytes = self._directory.write_part(
-                cut,
-                self._config.shard_index,
-                self._parts(snapshot),
-                worker_clocks=snapshot.worker_clocks,
-                client_states=snapshot.client_states,
-                learning_rates=snapshot.learning_rates,
-                tables=snapshot.tables,
-                base=snapshot.cut.base,
-                vectors=vectors,
-            )
-        if self._config.shard_index == 0 and vectors is None:
-            # Shards without blocks get no pushes, and may hear of a cut too late: write their empty parts for them.
-            for index in range(job.layout.shard_count):
-                if not job.spec.tables and not job.layout.blocks_of(index):
-                    self._directory.write_part(cut, index, ())
+            if vectors is None and own in empty:
+                nbytes = self._directory.write_part(cut, own, ())
+            else:
+                nbytes = self._directory.write_part(
+                    cut,
+                    own,
+                    self._parts(snapshot),
+                    worker_clocks=snapshot.worker_clocks,
+                    client_states=snapshot.client_states,
+                    learning_rates=snapshot.learning_rates,
+                    tables=snapshot.tables,
+                    base=snapshot.cut.base,
+                    vectors=vectors,
+                )
+        if own == 0 and vectors is None:
+            for index in empty:
+                self._directory.write_part(cut, index, ())
         is_complete = self._directory.complete(cut)
         self._bases.on_written(snapshot, cut.name)
         took_s = self._now() - started

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from client_faults import in_threads, until
 
 from psd.checkpoint import CheckpointDirectory
+from psd.checkpoint.storage import LocalStorage
 from psd.contract.layout import Layout
 from psd_client import SGD, Adagrad, Adam, Table, connect
 from psd_client.lanes.steps import SteppingLanes
@@ -217,6 +219,31 @@ def test_shards_to_which_nobody_pushes_are_in_the_checkpoints_of_steps(
     assert [info.reason for info in infos] == [""] * len(infos)
     assert {info.step for info in infos} >= set(range(EVERY, STEPS, EVERY))
     assert took.count(True) > STEPS / 3
+
+
+def test_two_shards_that_write_one_part_write_the_same(cluster: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first shard writes the parts of those without blocks, which may do so at the same moment, before either has seen the
+    other's. Such a checkpoint was damaged: its manifest was of one of the two, and the file was the other."""
+    written, write = defaultdict(list), LocalStorage.write
+
+    def kept(storage: LocalStorage, directory: str, file: str, chunks: Iterable[bytes]) -> None:
+        content = b"".join(chunks)
+        written[f"{directory}/{file}"].append(content)
+        write(storage, directory, file, [content])
+
+    monkeypatch.setattr(LocalStorage, "write", kept)
+    monkeypatch.setattr("psd.checkpoint.writing.is_written", lambda *_: False)
+    running = cluster(2, checkpoint_dir=str(tmp_path), checkpoint_steps=EVERY, checkpoint_keep=100)
+    with connect(running.servers, 0, 1, wait_timeout=100) as ps:
+        ps.declare({"w": np.zeros(2, np.float32)}, SGD(lr=1.0), consistency="async")
+        while ps.clock < 3 * EVERY:
+            until(lambda: not any(shard.shard.cuts.is_storing for shard in running.shards))
+            ps.push_pull({"w": np.ones(2, np.float32)})
+    running.finish()
+
+    twice = {name: contents for name, contents in written.items() if len(contents) > 1 and "shard" in name}
+    assert len(twice) >= 2, "nothing was written by both"
+    assert {name: len(set(contents)) for name, contents in twice.items()} == dict.fromkeys(twice, 1)
 
 
 @pytest.mark.parametrize("consistency", ["sync", "async", "ssp:2"])
