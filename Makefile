@@ -8,7 +8,7 @@ PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
 JEPSEN_FLAGS ?=
 FUZZ_EXAMPLES ?= 2000
-TEST_PROCESSES ?= 5
+TEST_PROCESSES ?= 7
 SECONDS ?= 600
 SEED ?= 1
 PROTOCOL_SECONDS ?= 60
@@ -37,7 +37,7 @@ help:
 	@echo "make docs    the pages of docs/ as a site, in build/site"
 	@echo "make pictures   the charts and timelines of README and docs, from the tables of docs/performance.md"
 	@echo "make check   lint and the quick tests: what to run while one works; a minute on two cores"
-	@echo "make test    lint and run all tests but those of the next ten; eleven minutes on two cores"
+	@echo "make test    lint and run all tests but those of the next ten; eight minutes on two cores"
 	@echo "make test-keras   the tests of the Keras and JAX faces, in an environment of their own with TensorFlow, .venv-keras"
 	@echo "make test-trainers   transformers' Trainer, PEFT, TRL, Accelerate and Lightning on shards, in .venv-trainers; three minutes"
 	@echo "make test-torchrec   TorchRec's own features, configurations and DLRM on tables, in .venv-torchrec; a minute"
@@ -57,7 +57,7 @@ help:
 	@echo
 	@echo "Variables: PYTHON=python3.12  PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
 	@echo "           DEMO_FLAGS='--data DIR --steps 400'  PYTEST_FLAGS='-k torch'"
-	@echo "           TEST_PROCESSES=5, for make test: how many files of tests run at a time"
+	@echo "           TEST_PROCESSES=7, for make test: how many files of tests run at a time"
 	@echo "           BENCH_FLAGS='--ray-python PATH --tensorflow-python PATH', interpreters that have these"
 
 setup: $(INSTALLED)

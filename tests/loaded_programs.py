@@ -44,7 +44,7 @@ class Program:
         stderr: a file, subprocess.PIPE, subprocess.STDOUT, or None for this process's.
         env: the environment, if not this process's. cwd: its directory, likewise.
         start_new_session: it has one of its own, not that of all programs.
-        loads: a module that is loaded beside psd.
+        loads: a module that is loaded beside psd. has_grpc_forks: gRPC prepares for forks, which it asks as it is loaded.
         generations: of Python programs that are forked, too: 1 for those that it starts, 2 for those that they start.
     """
 
@@ -58,6 +58,7 @@ class Program:
         cwd: Path | None = None,
         start_new_session: bool = False,
         loads: str = "",
+        has_grpc_forks: bool = True,
         generations: int = 0,
     ) -> None:
         request = {"command": list(command), "environ": dict(env or os.environ), "cwd": str(cwd or Path.cwd())}
@@ -66,7 +67,7 @@ class Program:
         self.stdout, output = _stream(stdout)
         self.stderr, errors = _stream(output if stderr == subprocess.STDOUT else 2 if stderr is None else stderr)
         with telling:
-            _Loaded.of_this_process(loads).fork(request, [output, errors, telling.fileno()])
+            _Loaded.of_this_process(loads, has_grpc_forks=has_grpc_forks).fork(request, [output, errors, telling.fileno()])
         os.close(output)
         os.close(errors)
         pid, (self._pidfd,), *_ = socket.recv_fds(self._told, 64, 1)
@@ -166,17 +167,18 @@ def _stands_still(task: Path) -> bool:
 class _Loaded:
     """A process that has psd loaded, as the one that asks it for programs sees it."""
 
-    _of_this_process: dict[str, _Loaded] = {}
+    _of_this_process: dict[tuple[str, bool], _Loaded] = {}
 
-    def __init__(self, loads: str) -> None:
+    def __init__(self, loads: str, *, has_grpc_forks: bool) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), loads, ROOM]
             path = os.pathsep.join(filter(None, (str(LATER_COMPILER), os.environ.get("PYTHONPATH"))))
+            said = {} if has_grpc_forks else {"GRPC_ENABLE_FORK_SUPPORT": "0"}
             self._process = subprocess.Popen(
                 command,
                 # With more threads NumPy would start some, which forks would lack.
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "ROOM": ROOM},
+                env=os.environ | said | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "ROOM": ROOM},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -185,11 +187,12 @@ class _Loaded:
         atexit.register(self._end)
 
     @classmethod
-    def of_this_process(cls, loads: str = "") -> _Loaded:
+    def of_this_process(cls, loads: str = "", *, has_grpc_forks: bool = True) -> _Loaded:
         """It is started with the first program."""
-        if loads not in cls._of_this_process:
-            cls._of_this_process[loads] = cls(loads)
-        return cls._of_this_process[loads]
+        key = loads, has_grpc_forks
+        if key not in cls._of_this_process:
+            cls._of_this_process[key] = cls(loads, has_grpc_forks=has_grpc_forks)
+        return cls._of_this_process[key]
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """Have it fork; descriptors: standard output, standard error, and where it says the process id, and then the status."""

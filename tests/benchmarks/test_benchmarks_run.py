@@ -23,7 +23,8 @@ def run(script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess
     """A script of benchmarks/."""
     path = os.pathsep.join(filter(None, (LATER_COMPILER, os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path, **environ}
-    return completed([str(BENCHMARKS / script), *flags], timeout=280, env=environ, loads=WITH_TORCH, generations=2)
+    like = {"loads": WITH_TORCH, "has_grpc_forks": False, "generations": 2}  # benchmarks/_report.py says why gRPC has none
+    return completed([str(BENCHMARKS / script), *flags], timeout=280, env=environ, **like)
 
 
 def figures_in(folder: Path, script: str, *flags: str) -> dict[str, Any]:
