@@ -26,8 +26,9 @@ from psd.state.aggregation.rules import Gradient, Rule
 from psd.state.aggregation.sampling import Sampling
 from psd.state.pages import Lender
 from psd.state.workers.membership import Membership
-from psd_core.arena import Page
+from psd_core.arena import BlockCore, Page
 from psd_core.codecs import Encoded
+from psd_core.steps import TablesCore
 
 
 class Contribution(NamedTuple):
@@ -254,6 +255,30 @@ class Round(ABC):
             else:
                 scale = 1.0 / total_weight
         return Gradient(accumulator, last, weight, scale, touched)
+
+
+class CoreRound(Round):
+    """A round whose contributors are known to a core in C, which steps change, too; it is the one that the core has open."""
+
+    _core: BlockCore | TablesCore
+    _members: Membership
+
+    @override
+    def waited(self) -> int:
+        return self._members.waited_in(self._core.version)
+
+    @override
+    def asked(self) -> int:
+        return self.waited()
+
+    @override
+    def missing(self) -> int:
+        return self.waited() & ~self._core.contributors
+
+    @override
+    def session_of(self, rank: int, *, is_committed: bool) -> int:
+        del is_committed
+        return self._core.session_of(rank)
 
 
 class FastRound(Round):

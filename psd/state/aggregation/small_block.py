@@ -19,7 +19,7 @@ from psd.contract.layout import Block
 from psd.state import locks
 from psd.state.aggregation.block import BlockServices, BlockState
 from psd.state.aggregation.consistency import Policy, Sync
-from psd.state.aggregation.rounds import Contribution, FastRound, Outcome, Round, Taken, Update
+from psd.state.aggregation.rounds import Contribution, CoreRound, FastRound, Outcome, Round, Taken, Update
 from psd.state.aggregation.rules import BoundRule
 from psd.state.aggregation.staleness import Ages
 from psd.state.aggregation.trained import RoundServices, not_counted
@@ -61,34 +61,19 @@ def terms_of(plan: Block, spec: JobSpec, policy: Policy) -> Terms:
     )
 
 
-class SmallRound(Round):
+class SmallRound(CoreRound):
     """The open round of a small block, to be asked. The core takes contributions and makes updates by itself."""
+
+    _core: BlockCore
 
     def __init__(self, core: BlockCore, members: Membership) -> None:
         self._core = core
         self._members = members
 
     @override
-    def session_of(self, rank: int, *, is_committed: bool) -> int:
-        del is_committed
-        return self._core.session_of(rank)
-
-    @override
     def is_complete(self) -> bool:
         number = self._core.version
         return self._core.is_complete(self._members.waited_in(number), self._members.is_void(number))
-
-    @override
-    def waited(self) -> int:
-        return self._members.waited_in(self._core.version)
-
-    @override
-    def asked(self) -> int:
-        return self.waited()
-
-    @override
-    def missing(self) -> int:
-        return self.waited() & ~self._core.contributors
 
     @override
     def end(self) -> None:

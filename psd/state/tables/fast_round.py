@@ -14,21 +14,23 @@ from typing_extensions import override
 
 from psd.state.aggregation.agreement import Voice
 from psd.state.aggregation.lent_gradients import Lent, Loan
-from psd.state.aggregation.rounds import Contribution, Outcome, Round, RoundSetting, Taken, Update
+from psd.state.aggregation.rounds import Contribution, CoreRound, Outcome, RoundSetting, Taken, Update
 from psd.state.tables.rounds import Gradients, TableSums
 from psd_core.steps import TablesCore
 
 
-class FastRowsRound(Round):
+class FastRowsRound(CoreRound):
     """A round of rows that adds contributions as they arrive, as FastRound does those of a block.
 
     Args:
         core: of the tables; the round that it has open. sums: that core's. scalars: how many each group has.
     """
 
+    _core: TablesCore
+
     def __init__(self, setting: RoundSetting, core: TablesCore, sums: TableSums, scalars: Sequence[int]) -> None:
         super().__init__(core.version, setting)
-        self._core = core
+        self._core, self._members = core, setting.members
         self._sums = sums
         self._scalars = scalars
         self._first: Lent | None = None  # stands for the sums, as long as these have nothing
@@ -39,23 +41,6 @@ class FastRowsRound(Round):
     def is_due(self) -> bool:  # type: ignore[override]
         """True if it is complete, and the first call that asks for its result is to apply it."""
         return self._core.is_due
-
-    @override
-    def waited(self) -> int:
-        return self._setting.members.waited_in(self._core.version)
-
-    @override
-    def asked(self) -> int:
-        return self.waited()
-
-    @override
-    def missing(self) -> int:
-        return self.waited() & ~self._core.contributors
-
-    @override
-    def session_of(self, rank: int, *, is_committed: bool) -> int:
-        del is_committed
-        return self._core.session_of(rank)
 
     @override
     def standing(self, part: Contribution) -> Outcome | None:
@@ -94,7 +79,7 @@ class FastRowsRound(Round):
             return True
         if contributors := self._core.contributors:
             return self._setting.policy.closes(contributors, self.waited())
-        return self._setting.members.is_void(self._core.version)
+        return self._members.is_void(self._core.version)
 
     @override
     def update(self, last: Contribution | None) -> Update:
